@@ -1,0 +1,45 @@
+"""What the engine loop (engine/loop.py) drives: the real EngineCore and the synthetic engine are both an Engine."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from shm_transport.messages import AddRequest
+from shm_transport.step import Step
+
+
+class RequestFailedError(Exception):
+    """One request cannot go on; the others do. Raised by `Engine.add`, or collected in `Engine.take_failures`."""
+
+    def __init__(self, handle: int, message: str) -> None:
+        super().__init__(message)
+        self.handle = handle
+
+
+class Engine(Protocol):
+    """Token ids in, token ids out. Every method is called by the loop's thread alone, between steps."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+
+    def add(self, request: AddRequest) -> None:
+        """Queue a request; it joins at the next step that has a seat for it.
+
+        Raises:
+            RequestFailedError: If it can never run (longer than the context, say). Nothing is kept of it.
+        """
+
+    def abort(self, handles: Iterable[int]) -> None:
+        """Drop requests wherever they are and free what they hold; unknown handles are ignored. No row is emitted."""
+
+    def step(self) -> Step:
+        """Run one step for every running request. The Step may have no rows (only partial prefills, for example)."""
+
+    def idle_step(self) -> Step:
+        """Return a Step without rows, only with the figures of now: published after an abort that left no work."""
+
+    def take_failures(self) -> list[RequestFailedError]:
+        """Return and forget the requests that failed in the last `step`; they are already dropped."""
+
+    def limits(self) -> dict[str, int]:
+        """Return what READY tells the server: max_model_len, vocab_size, num_blocks."""

@@ -1,0 +1,36 @@
+"""What a process must know of another one: alive or not, and which one it is. Linux only."""
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def start_time(pid: int) -> int | None:
+    """Return the start time of a process in clock ticks since boot, or None if there is no such process.
+
+    Together with the pid it names one process for ever: pids are used again, pairs are not.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    state, *fields = stat[stat.rindex(b")") + 2 :].split()
+    return None if state in (b"Z", b"X") else int(fields[18])
+
+
+def is_alive(pid: int, started: int) -> bool:
+    """Return whether the process that had `pid` at `started` (see start_time) still runs."""
+    return start_time(pid) == started
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends; exit at once if it already has.
+
+    Called by the child itself: between fork and here the parent may have died, hence the look at getppid().
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        raise SystemExit(f"the parent process is {os.getppid()}, expected {parent_pid}: it died during start-up")

@@ -1,0 +1,354 @@
+"""The step ring, both ends: engine steps and byte messages in, Python lists out.
+
+The numpy views of a slot's columns are made once, at attach.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shm_transport.errors import RecordError, RecordTooLargeError
+from shm_transport.layout import column_views, step_columns
+from shm_transport.records import RecordFlag, RecordKind, RingKind
+from shm_transport.ring import HEADER, HEADER_BYTES, Consumer, Producer
+from shm_transport.segment import Segment
+from shm_transport.step import FirstRowColumns, LogprobColumns, Step
+
+_MORE = int(RecordFlag.MORE)
+_ANY_FINISHED = int(RecordFlag.ANY_FINISHED)
+_ANY_MULTI_TOKEN = int(RecordFlag.ANY_MULTI_TOKEN)
+_ANY_FIRST = int(RecordFlag.ANY_FIRST)
+_ANY_LOGPROBS = int(RecordFlag.ANY_LOGPROBS)
+_STEP = int(RecordKind.STEP)
+_BYTE_KINDS = frozenset((RecordKind.ATTACHED, RecordKind.READY, RecordKind.REPLY, RecordKind.ERROR, RecordKind.DATA))
+_STALL_SLICE_S = 0.1  # how often a waiting producer looks whether the consumer still lives
+
+Views = dict[str, NDArray[np.generic]]
+
+
+@dataclass(slots=True, kw_only=True)
+class FirstRows:
+    """FirstRowColumns as lists."""
+
+    num_cached_tokens: list[int]
+    queued_ns: list[int]
+    first_scheduled_ns: list[int]
+    num_preemptions: list[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Logprobs:
+    """LogprobColumns as lists."""
+
+    num_entries: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    sampled_ranks: list[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class StepRecord:
+    """One STEP record, copied out of its slot. Columns are None where the flags say that they do not matter."""
+
+    is_last: bool  # of its step
+    handles: list[int]
+    token_ids: list[int]
+    token_offsets: list[int] | None
+    num_tokens: list[int] | None  # None: one token in each row
+    finish_reasons: list[int] | None
+    stop_token_ids: list[int] | None
+    first: FirstRows | None
+    logprobs: Logprobs | None
+    step: int
+    scheduled_ns: int
+    forward_done_ns: int
+    published_ns: int
+    num_running: int
+    num_waiting: int
+    num_blocks_used: int
+    num_blocks: int
+    num_preemptions: int
+
+
+@dataclass(slots=True, frozen=True)
+class Message:
+    """A whole byte message of a kind other than STEP."""
+
+    kind: RecordKind
+    body: bytes
+
+
+class StepWriter:
+    """The engine's end. `publish` and `publish_message` are called by the engine loop's thread alone.
+
+    Args:
+        segment: A step ring.
+        on_full: Called every 100 ms while the ring is full: keep the request ring drained, raise if the server died.
+    """
+
+    def __init__(self, segment: Segment, on_full: Callable[[], None]) -> None:
+        assert segment.header.ring == RingKind.STEP
+        header = segment.header
+        self._producer = Producer(segment)
+        self._slots = [segment.slot(i) for i in range(header.num_slots)]
+        columns, _ = step_columns(header.max_rows, header.max_tokens, header.max_logprob_entries)
+        self._views: list[Views] = [column_views(slot, columns) for slot in self._slots]
+        self._limits = (header.max_rows, header.max_tokens, header.max_logprob_entries)
+        self._max_body = header.slot_bytes - HEADER_BYTES
+        self._on_full = on_full
+        self._step = 0
+        self.num_stalls = 0
+        self.stall_ns = 0
+
+    def publish(self, step: Step) -> None:
+        """Write one step, as one record if it fits, and signal it. Waits while the ring is full; drops nothing."""
+        if self._fits(step):
+            self._publish_part(step, 0)
+        else:
+            parts = list(self._split(step))
+            for part in parts[:-1]:
+                self._publish_part(part, _MORE)
+            self._publish_part(parts[-1], 0)
+        self._step += 1
+
+    def publish_message(self, kind: RecordKind, body: bytes = b"") -> None:
+        """Write one byte message of any size, in as many records as it needs."""
+        assert kind in _BYTE_KINDS
+        for start in range(0, max(len(body), 1), self._max_body):
+            chunk = body[start : start + self._max_body]
+            flags = _MORE if start + len(chunk) < len(body) else 0
+            self._claim()
+            slot = self._slots[self._producer.slot]
+            slot[HEADER_BYTES : HEADER_BYTES + len(chunk)] = chunk
+            HEADER.pack_into(
+                slot, 0, self._producer.sequence, kind, flags, len(chunk), len(body),
+                0, 0, 0, 0, 0, 0, time.monotonic_ns(), 0, 0, 0, 0, 0,
+            )  # fmt: skip
+            self._producer.publish()
+
+    def _claim(self) -> None:
+        if self._producer.try_claim():
+            return
+        started = time.monotonic_ns()
+        self.num_stalls += 1
+        try:
+            while not self._producer.wait_claim(_STALL_SLICE_S):
+                self._on_full()
+        finally:
+            self.stall_ns += time.monotonic_ns() - started
+
+    def _publish_part(self, step: Step, flags: int) -> None:
+        self._claim()
+        index = self._producer.slot
+        flags |= _fill(self._views[index], step)
+        num_entries = 0 if step.logprobs is None else len(step.logprobs.token_ids)
+        HEADER.pack_into(
+            self._slots[index], 0, self._producer.sequence, _STEP, flags, 0, 0,
+            len(step.handles), len(step.token_ids), num_entries,
+            self._step, step.scheduled_ns, step.forward_done_ns, time.monotonic_ns(),
+            step.num_running, step.num_waiting, step.num_blocks_used, step.num_blocks, step.num_preemptions,
+        )  # fmt: skip
+        self._producer.publish()
+
+    def _fits(self, step: Step) -> bool:
+        max_rows, max_tokens, max_entries = self._limits
+        num_entries = 0 if step.logprobs is None else len(step.logprobs.token_ids)
+        return len(step.handles) <= max_rows and len(step.token_ids) <= max_tokens and num_entries <= max_entries
+
+    def _split(self, step: Step) -> Iterator[Step]:
+        """Halve a step until each part fits: between rows, or, if there is only one, between its tokens."""
+        if self._fits(step):
+            yield step
+            return
+        num_rows = len(step.handles)
+        if num_rows > 1:
+            halves = _halve_rows(step, num_rows // 2)
+        elif len(step.token_ids) > 1:
+            halves = _halve_tokens(step, len(step.token_ids) // 2)
+        else:
+            raise RecordTooLargeError(f"one token with its logprobs exceeds {self._limits[2]} max_logprob_entries")
+        for half in halves:
+            yield from self._split(half)
+
+
+def _fill(views: Views, step: Step) -> int:
+    """Copy a step's columns into a slot; return the flags that name them."""
+    num_rows, num_tokens, flags = len(step.handles), len(step.token_ids), 0
+    views["handle"][:num_rows] = step.handles
+    views["token_id"][:num_tokens] = step.token_ids
+    if step.num_tokens is not None:
+        views["num_tokens"][:num_rows] = step.num_tokens
+        views["token_offset"][:num_rows] = np.cumsum(step.num_tokens) - step.num_tokens
+        flags |= _ANY_MULTI_TOKEN
+    if step.finish_reasons is not None:
+        views["finish_reason"][:num_rows] = step.finish_reasons
+        views["stop_token_id"][:num_rows] = -1 if step.stop_token_ids is None else step.stop_token_ids
+        flags |= _ANY_FINISHED
+    if step.first is not None:
+        views["num_cached_tokens"][:num_rows] = step.first.num_cached_tokens
+        views["queued_ns"][:num_rows] = step.first.queued_ns
+        views["first_scheduled_ns"][:num_rows] = step.first.first_scheduled_ns
+        views["num_preemptions"][:num_rows] = step.first.num_preemptions
+        flags |= _ANY_FIRST
+    if step.logprobs is not None:
+        num_entries = len(step.logprobs.token_ids)
+        views["num_logprobs"][:num_rows] = step.logprobs.num_entries
+        views["sampled_rank"][:num_tokens] = step.logprobs.sampled_ranks
+        views["logprob_token_id"][:num_entries] = step.logprobs.token_ids
+        views["logprob"][:num_entries] = step.logprobs.logprobs
+        flags |= _ANY_LOGPROBS
+    return flags
+
+
+def _tokens_in_rows(step: Step) -> NDArray[np.uint32]:
+    return np.ones(len(step.handles), np.uint32) if step.num_tokens is None else step.num_tokens
+
+
+def _halve_rows(step: Step, row: int) -> tuple[Step, Step]:
+    counts = _tokens_in_rows(step)
+    token = int(counts[:row].sum())
+    entry = 0 if step.logprobs is None else int((counts * step.logprobs.num_entries)[:row].sum())
+    rows, tokens, entries = (
+        (slice(row), slice(row, None)),
+        (slice(token), slice(token, None)),
+        (slice(entry), slice(entry, None)),
+    )
+    first, second = (_take(step, r, t, e) for r, t, e in zip(rows, tokens, entries, strict=True))
+    return first, second
+
+
+def _halve_tokens(step: Step, token: int) -> tuple[Step, Step]:
+    """Split a one-row step; the finish belongs to the last part, the first-row columns to the first."""
+    entry = 0 if step.logprobs is None else token * int(step.logprobs.num_entries[0])
+    first = _take(step, slice(None), slice(token), slice(entry))
+    second = _take(step, slice(None), slice(token, None), slice(entry, None))
+    counts = [np.array([len(part.token_ids)], np.uint32) for part in (first, second)]
+    return (
+        replace(first, num_tokens=counts[0], finish_reasons=None, stop_token_ids=None),
+        replace(second, num_tokens=counts[1], first=None),
+    )
+
+
+def _take(step: Step, rows: slice, tokens: slice, entries: slice) -> Step:
+    first, logprobs = step.first, step.logprobs
+    return replace(
+        step,
+        handles=step.handles[rows],
+        token_ids=step.token_ids[tokens],
+        num_tokens=None if step.num_tokens is None else step.num_tokens[rows],
+        finish_reasons=None if step.finish_reasons is None else step.finish_reasons[rows],
+        stop_token_ids=None if step.stop_token_ids is None else step.stop_token_ids[rows],
+        first=None if first is None else FirstRowColumns(
+            num_cached_tokens=first.num_cached_tokens[rows], queued_ns=first.queued_ns[rows],
+            first_scheduled_ns=first.first_scheduled_ns[rows], num_preemptions=first.num_preemptions[rows],
+        ),
+        logprobs=None if logprobs is None else LogprobColumns(
+            num_entries=logprobs.num_entries[rows], token_ids=logprobs.token_ids[entries],
+            logprobs=logprobs.logprobs[entries], sampled_ranks=logprobs.sampled_ranks[tokens],
+        ),
+    )  # fmt: skip
+
+
+class StepReader:
+    """The server's end. Who calls `read` holds a `filled` token (Consumer.try_wait, or the loop's StepWaiter)."""
+
+    def __init__(self, segment: Segment) -> None:
+        assert segment.header.ring == RingKind.STEP
+        header = segment.header
+        self.consumer = Consumer(segment)
+        self._slots = [segment.slot(i) for i in range(header.num_slots)]
+        columns, _ = step_columns(header.max_rows, header.max_tokens, header.max_logprob_entries)
+        self._views: list[Views] = [column_views(slot, columns) for slot in self._slots]
+        self._limits = (header.max_rows, header.max_tokens, header.max_logprob_entries)
+        self._max_body = header.slot_bytes - HEADER_BYTES
+        self._partial: list[bytes] = []
+
+    def read(self) -> StepRecord | Message | None:
+        """Copy the next record out of its slot and give the slot back.
+
+        Returns:
+            A StepRecord; a Message once its last record is there; None for the earlier records of a long message.
+
+        Raises:
+            SequenceError: If the record is not the next one.
+            RecordError: If its kind or counts cannot be.
+        """
+        index = self.consumer.slot
+        try:
+            fields = HEADER.unpack_from(self._slots[index])
+            self.consumer.check(fields[0])
+            if fields[1] == _STEP:
+                return self._read_step(self._views[index], fields)
+            return self._read_message(self._slots[index], fields)
+        finally:
+            self.consumer.release()
+
+    def _read_step(self, views: Views, fields: tuple[int, ...]) -> StepRecord:
+        _, _, flags, _, _, n, num_tokens, num_entries, step, *figures = fields
+        for count, limit, what in zip(
+            (n, num_tokens, num_entries), self._limits, ("rows", "tokens", "logprobs"), strict=True
+        ):
+            if count > limit:
+                raise RecordError(f"a STEP record claims {count} {what}, a slot holds {limit}")
+        offsets = counts = None
+        if flags & _ANY_MULTI_TOKEN:
+            offsets, counts = views["token_offset"][:n].tolist(), views["num_tokens"][:n].tolist()
+            if any(offset + count > num_tokens for offset, count in zip(offsets, counts, strict=True)):
+                raise RecordError(f"a row of a STEP record points beyond its {num_tokens} tokens")
+        elif n != num_tokens:
+            raise RecordError(f"a STEP record has {n} rows of one token, and {num_tokens} tokens")
+        finished = flags & _ANY_FINISHED
+        scheduled_ns, forward_done_ns, published_ns, running, waiting, blocks_used, blocks, preemptions = figures
+        return StepRecord(
+            is_last=not flags & _MORE,
+            handles=views["handle"][:n].tolist(),
+            token_ids=views["token_id"][:num_tokens].tolist(),
+            token_offsets=offsets,
+            num_tokens=counts,
+            finish_reasons=views["finish_reason"][:n].tolist() if finished else None,
+            stop_token_ids=views["stop_token_id"][:n].tolist() if finished else None,
+            first=_first_rows(views, n) if flags & _ANY_FIRST else None,
+            logprobs=_logprobs(views, n, num_tokens, num_entries, counts) if flags & _ANY_LOGPROBS else None,
+            step=step, scheduled_ns=scheduled_ns, forward_done_ns=forward_done_ns, published_ns=published_ns,
+            num_running=running, num_waiting=waiting, num_blocks_used=blocks_used, num_blocks=blocks,
+            num_preemptions=preemptions,
+        )  # fmt: skip
+
+    def _read_message(self, slot: memoryview, fields: tuple[int, ...]) -> Message | None:
+        _, kind, flags, body_bytes, message_bytes, *_ = fields
+        if kind not in _BYTE_KINDS:
+            raise RecordError(f"a record of kind {kind} has no business in the step ring")
+        if body_bytes > self._max_body:
+            raise RecordError(f"a record claims a body of {body_bytes} bytes, a slot holds {self._max_body}")
+        self._partial.append(bytes(slot[HEADER_BYTES : HEADER_BYTES + body_bytes]))
+        if flags & _MORE:
+            return None
+        body, self._partial = b"".join(self._partial), []
+        if len(body) != message_bytes:
+            raise RecordError(f"a message of {message_bytes} bytes arrived with {len(body)}")
+        return Message(RecordKind(kind), body)
+
+
+def _first_rows(views: Views, num_rows: int) -> FirstRows:
+    return FirstRows(
+        num_cached_tokens=views["num_cached_tokens"][:num_rows].tolist(),
+        queued_ns=views["queued_ns"][:num_rows].tolist(),
+        first_scheduled_ns=views["first_scheduled_ns"][:num_rows].tolist(),
+        num_preemptions=views["num_preemptions"][:num_rows].tolist(),
+    )
+
+
+def _logprobs(views: Views, num_rows: int, num_tokens: int, num_entries: int, counts: list[int] | None) -> Logprobs:
+    entries: list[int] = views["num_logprobs"][:num_rows].tolist()
+    needed = sum(entries) if counts is None else sum(e * c for e, c in zip(entries, counts, strict=True))
+    if needed != num_entries:
+        raise RecordError(f"the rows of a STEP record need {needed} logprob entries, it has {num_entries}")
+    return Logprobs(
+        num_entries=entries,
+        token_ids=views["logprob_token_id"][:num_entries].tolist(),
+        logprobs=views["logprob"][:num_entries].tolist(),
+        sampled_ranks=views["sampled_rank"][:num_tokens].tolist(),
+    )

@@ -1,0 +1,47 @@
+"""The engine's side of the two-process tests: attach, publish records with checksums, or stop at a named point."""
+
+import json
+import os
+import signal
+import sys
+import zlib
+
+import numpy as np
+
+from shm_transport import process, segment
+from shm_transport.errors import PeerDiedError
+from shm_transport.records import RecordKind, RingKind
+from shm_transport.step import Step
+from shm_transport.step_ring import StepWriter
+
+
+def checked_step(n: int, rng: np.random.Generator) -> Step:
+    """A step of random size whose first row carries the CRC of all its tokens as its handle."""
+    counts = rng.integers(1, 4, int(rng.integers(1, 9))).astype(np.uint32)
+    tokens = rng.integers(0, 2**31 - 1, int(counts.sum())).astype(np.int32)
+    handles = np.full(len(counts), n, np.uint64)
+    handles[0] = zlib.crc32(tokens.tobytes())
+    return Step(handles=handles, token_ids=tokens, num_tokens=counts, num_running=n % 1000)
+
+
+def main() -> None:
+    config = json.loads(sys.argv[1])
+    parent = os.getppid()
+
+    def on_full() -> None:
+        if os.getppid() != parent:
+            raise PeerDiedError("the consumer died")
+
+    process.die_with_parent(config["parent"])
+    ring = segment.attach(config["name"], RingKind.STEP, config["epoch"])
+    writer = StepWriter(ring, on_full)
+    writer.publish_message(RecordKind.ATTACHED)
+    rng = np.random.default_rng(config["seed"])
+    for n in range(config["num_records"]):
+        writer.publish(checked_step(n, rng))
+    if config.get("kill_self"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
