@@ -32,8 +32,13 @@ class Engine(Protocol):
     def abort(self, handles: Iterable[int]) -> None:
         """Drop requests wherever they are and free what they hold; unknown handles are ignored. No row is emitted."""
 
-    def step(self) -> Step:
-        """Run one step for every running request. The Step may have no rows (only partial prefills, for example)."""
+    def step(self) -> Step | None:
+        """Run one step for every running request.
+
+        Returns:
+            The step, which may have no rows (only partial prefills, say); None if no step was due yet, so that the
+            loop looks at its inbox and comes back.
+        """
 
     def idle_step(self) -> Step:
         """Return a Step without rows, only with the figures of now: published after an abort that left no work."""

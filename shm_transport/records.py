@@ -12,6 +12,7 @@ import numpy as np
 MAGIC = int.from_bytes(b"ringsrv\0", "little")
 LAYOUT_VERSION = 1
 CACHE_LINE_BYTES = 64
+ENGINE_HANDLE = 2**64 - 1  # in an ERROR record: the engine itself failed, not one request
 MAX_LOGPROBS = 20  # alternatives for each token; the sampled token itself comes on top
 
 SEGMENT_HEADER = np.dtype(

@@ -103,16 +103,21 @@ class StepWriter:
         self.num_stalls = 0
         self.stall_ns = 0
 
-    def publish(self, step: Step) -> None:
-        """Write one step, as one record if it fits, and signal it. Waits while the ring is full; drops nothing."""
+    def publish(self, step: Step) -> int:
+        """Write one step, as one record if it fits, and signal it. Waits while the ring is full; drops nothing.
+
+        Returns:
+            The last record's `published_ns`.
+        """
         if self._fits(step):
-            self._publish_part(step, 0)
+            published_ns = self._publish_part(step, 0)
         else:
             parts = list(self._split(step))
             for part in parts[:-1]:
                 self._publish_part(part, _MORE)
-            self._publish_part(parts[-1], 0)
+            published_ns = self._publish_part(parts[-1], 0)
         self._step += 1
+        return published_ns
 
     def publish_message(self, kind: RecordKind, body: bytes = b"") -> None:
         """Write one byte message of any size, in as many records as it needs."""
@@ -140,18 +145,20 @@ class StepWriter:
         finally:
             self.stall_ns += time.monotonic_ns() - started
 
-    def _publish_part(self, step: Step, flags: int) -> None:
+    def _publish_part(self, step: Step, flags: int) -> int:
         self._claim()
         index = self._producer.slot
         flags |= _fill(self._views[index], step)
         num_entries = 0 if step.logprobs is None else len(step.logprobs.token_ids)
+        published_ns = time.monotonic_ns()
         HEADER.pack_into(
             self._slots[index], 0, self._producer.sequence, _STEP, flags, 0, 0,
             len(step.handles), len(step.token_ids), num_entries,
-            self._step, step.scheduled_ns, step.forward_done_ns, time.monotonic_ns(),
+            self._step, step.scheduled_ns, step.forward_done_ns, published_ns,
             step.num_running, step.num_waiting, step.num_blocks_used, step.num_blocks, step.num_preemptions,
         )  # fmt: skip
         self._producer.publish()
+        return published_ns
 
     def _fits(self, step: Step) -> bool:
         max_rows, max_tokens, max_entries = self._limits

@@ -1,0 +1,63 @@
+"""The engine process: `python -P -m engine CONFIG`, started by the server. CONFIG is one JSON object.
+
+It attaches to the rings and says so before it imports torch, then loads, then runs the loop. It ends when the server
+says `shutdown` or dies; SIGINT and SIGTERM are the server's business, which drains first.
+"""
+
+import argparse
+import json
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine import loop
+from engine.interface import Engine
+from engine.link import EngineLink
+from engine.step_log import StepLog
+from shm_transport import process
+from shm_transport.errors import PeerDiedError
+
+logger = logging.getLogger("engine")
+
+
+def main() -> int:
+    """Run the engine; return the process's exit status."""
+    parser = argparse.ArgumentParser(prog="python -P -m engine", description=__doc__)
+    parser.add_argument("config", help='JSON: {"link": {...}, "model": {...} or "synthetic": {...}, "step_log": PATH}')
+    config = json.loads(parser.parse_args().config)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s [engine] %(message)s", stream=sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    process.die_with_parent(config["link"]["server_pid"])
+    link = EngineLink(**config["link"])
+    try:
+        engine = _load(config)
+    except Exception as exc:
+        logger.debug("loading failed", exc_info=True)
+        link.send_fatal(f"{type(exc).__name__}: {exc}")
+        return 1
+    link.send_ready(engine.limits())
+    step_log = StepLog(Path(config["step_log"])) if config.get("step_log") else None
+    try:
+        loop.run(engine, link, step_log)
+    except PeerDiedError as exc:
+        logger.info("%s", exc)
+        return 1
+    return 0
+
+
+def _load(config: dict[str, Any]) -> Engine:
+    if "synthetic" in config:
+        from engine.synthetic import SyntheticConfig, SyntheticEngine
+
+        return SyntheticEngine(SyntheticConfig(**config["synthetic"]))
+    from engine.config import EngineConfig  # torch comes with this import: after ATTACHED
+    from engine.core import EngineCore
+
+    return EngineCore(EngineConfig(**config["model"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

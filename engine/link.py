@@ -1,0 +1,87 @@
+"""The engine's end of both rings: what comes in, what goes out, and the signs of life. Used by the loop's thread."""
+
+import json
+import os
+import struct
+from collections import deque
+
+from engine.interface import RequestFailedError
+from shm_transport import segment
+from shm_transport.errors import PeerDiedError
+from shm_transport.heartbeat import Heartbeat
+from shm_transport.messages import AddRequest
+from shm_transport.records import ENGINE_HANDLE, RecordKind, RingKind
+from shm_transport.request_ring import Abort, Call, Inbox
+from shm_transport.step import Step
+from shm_transport.step_ring import StepWriter
+
+_U64 = struct.Struct("<Q")
+_WAIT_SLICE_S = 0.5  # how often an idle engine looks whether its server still lives
+
+InMessage = AddRequest | Abort | Call
+
+
+class EngineLink:
+    """Both rings, attached. The rings' names are unlinked by the server once it has read ATTACHED.
+
+    Raises:
+        SegmentError: If the rings are not there, or are not the ones that the server meant.
+    """
+
+    def __init__(self, *, step_ring: str, request_ring: str, epoch: int, server_pid: int) -> None:
+        step_segment = segment.attach(step_ring, RingKind.STEP, epoch)
+        self._server_pid = server_pid
+        self._inbox = Inbox(segment.attach(request_ring, RingKind.REQUEST, epoch))
+        self._early: deque[InMessage] = deque()  # drained while the step ring was full
+        self._writer = StepWriter(step_segment, on_full=self._while_full)
+        self.heartbeat = Heartbeat(step_segment)
+        self._writer.publish_message(RecordKind.ATTACHED)
+
+    def drain(self) -> list[InMessage]:
+        """Return the messages that are there, without waiting."""
+        messages = [*self._early, *self._inbox.drain()]
+        self._early.clear()
+        return messages
+
+    def wait(self) -> list[InMessage]:
+        """Wait for messages; [] now and then, after a look at the server.
+
+        Raises:
+            PeerDiedError: If the server is gone.
+        """
+        if self._early:
+            return self.drain()
+        messages = self._inbox.wait(_WAIT_SLICE_S)
+        if not messages:
+            self._check_server()
+        return messages
+
+    def publish(self, step: Step) -> int:
+        """Write one step record; return its stamp. Waits while the ring is full, for as long as the server lives."""
+        published_ns = self._writer.publish(step)
+        self.heartbeat.count_stalls(self._writer.num_stalls, self._writer.stall_ns)
+        return published_ns
+
+    def send_ready(self, limits: dict[str, int]) -> None:
+        """Tell the server that requests may come."""
+        self._writer.publish_message(RecordKind.READY, json.dumps(limits).encode())
+
+    def send_failure(self, failure: RequestFailedError) -> None:
+        """Tell the server that one request failed."""
+        self._writer.publish_message(RecordKind.ERROR, _U64.pack(failure.handle) + str(failure).encode())
+
+    def send_fatal(self, message: str) -> None:
+        """Tell the server why the engine is about to exit."""
+        self._writer.publish_message(RecordKind.ERROR, _U64.pack(ENGINE_HANDLE) + message.encode())
+
+    def send_reply(self, call_id: int, body: dict[str, object]) -> None:
+        """Answer a CALL."""
+        self._writer.publish_message(RecordKind.REPLY, _U64.pack(call_id) + json.dumps(body).encode())
+
+    def _while_full(self) -> None:
+        self._check_server()
+        self._early.extend(self._inbox.drain())
+
+    def _check_server(self) -> None:
+        if os.getppid() != self._server_pid:
+            raise PeerDiedError(f"the server process {self._server_pid} is gone")

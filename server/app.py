@@ -1,0 +1,104 @@
+"""The Starlette application: routes, one error shape, the engine client's life.
+
+No BaseHTTPMiddleware, ever: it hides disconnects.
+"""
+
+import contextlib
+import gc
+import http
+import logging
+from collections.abc import AsyncIterator
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from server.errors import MethodNotAllowedError, NotFoundError, RequestError, ServerError
+from server.json_response import JsonResponse, error_response
+from server.openai_routes import ROUTES
+from server.serving import Serving
+
+logger = logging.getLogger(__name__)
+
+
+def build_app(serving: Serving) -> Starlette:
+    """Return the application. Its life span starts the reader task, and ends the engine."""
+
+    @contextlib.asynccontextmanager
+    async def life_span(_: Starlette) -> AsyncIterator[None]:
+        serving.llm.start()
+        gc.collect()
+        gc.freeze()  # what is there now stays: later collections need not look at it
+        yield
+        await serving.llm.shutdown()
+
+    app = Starlette(
+        routes=[
+            *ROUTES,
+            Route("/health", health, methods=["GET"]),
+            Route("/ping", health, methods=["GET", "POST"]),
+            Route("/load", load, methods=["GET"]),
+            Route("/version", version, methods=["GET"]),
+        ],
+        exception_handlers={
+            ServerError: _server_error,
+            HTTPException: _http_exception,
+            Exception: _unexpected,
+        },
+        lifespan=life_span,
+    )
+    app.router.redirect_slashes = False
+    app.state.serving = serving
+    return app
+
+
+async def health(request: Request) -> ASGIApp:
+    """GET /health: 200 while the engine is well, 503 once it is dead or stuck."""
+    await request.app.state.serving.llm.check_health()
+    return Response()
+
+
+async def load(request: Request) -> ASGIApp:
+    """GET /load: requests that the server has not ended, and the engine's figures of the newest step."""
+    llm = request.app.state.serving.llm
+    return JsonResponse(
+        {
+            "server_load": llm.num_live,
+            "num_requests_running": llm.load.num_running,
+            "num_requests_waiting": llm.load.num_waiting,
+        }
+    )
+
+
+async def version(request: Request) -> ASGIApp:
+    """GET /version."""
+    return JsonResponse({"version": request.app.state.serving.version})
+
+
+def _server_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ServerError)
+    return error_response(error)
+
+
+def _http_exception(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    error: ServerError
+    if exc.status_code == http.HTTPStatus.NOT_FOUND:
+        error = NotFoundError(f"there is no route {where}")
+    elif exc.status_code == http.HTTPStatus.METHOD_NOT_ALLOWED:
+        error = MethodNotAllowedError(
+            f"{where} is not allowed: use {(exc.headers or {}).get('Allow', 'another method')}"
+        )
+    else:
+        error = RequestError(exc.detail)
+        error.status = exc.status_code
+    return error_response(error, dict(exc.headers or {}))
+
+
+def _unexpected(_: Request, exc: Exception) -> Response:
+    logger.error("a request failed unexpectedly", exc_info=exc)
+    return error_response(ServerError("the server failed; its log has the details"))

@@ -1,0 +1,295 @@
+"""AsyncLLM: requests in, outputs out, over the shared-memory rings. One reader task serves all requests.
+
+The reader holds the engine and the output processor, never the AsyncLLM: one that is dropped ends its engine.
+"""
+
+import asyncio
+import logging
+import struct
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass
+
+from server.collector import RequestOutputCollector
+from server.engine_client import EngineClient
+from server.engine_process import EngineProcess
+from server.errors import EngineDeadError, EngineGenerateError, OverloadedError, ServerError
+from server.input_processor import GenerateRequest, InputProcessor, ProcessedRequest
+from server.model_info import ModelInfo
+from server.output_processor import OutputProcessor, abort_all
+from server.outputs import RequestOutput
+from shm_transport.errors import PeerDiedError
+from shm_transport.records import RecordKind
+from shm_transport.step_ring import Message, StepRecord
+
+logger = logging.getLogger(__name__)
+
+_RECHECK_S = 1.0  # the longest wait for a record before everything is looked at again
+_FLUSH_S = 0.001
+_HAND_OVER_S = 0.02
+_HANDLE = struct.Struct("<Q")
+
+
+@dataclass(slots=True)
+class Load:
+    """Figures of the newest step record."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+
+
+class _Pipe:
+    """What the reader task shares with its AsyncLLM: the engine, the outputs, and the flush timer."""
+
+    def __init__(self, engine: EngineProcess, model: ModelInfo) -> None:
+        self.engine = engine
+        self.outputs = OutputProcessor(model.tokenizer, self.abort)
+        self.load = Load()
+        self.dead_error: EngineDeadError | None = None
+        self.on_death: list[Callable[[], None]] = []
+        self.reader: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._flush_timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Start the reader task in the running loop; does nothing if it runs."""
+        if self.reader is None:
+            self._loop = asyncio.get_running_loop()
+            self.reader = self._loop.create_task(_read(self), name="ringserve-reader")
+            self.engine.watch(self._loop, self.engine.waiter.wake)
+
+    def close(self) -> None:
+        """End the reader and the engine; blocks for up to two seconds if the engine does not obey."""
+        if self._loop is not None and self.reader is not None and not self._loop.is_closed():
+            self.engine.unwatch(self._loop)
+            self._loop.call_soon_threadsafe(self.reader.cancel)
+        self.engine.stop()
+
+    def abort(self, handles: list[int]) -> None:
+        """Have the engine drop sequences."""
+        self.engine.outbox.abort(handles)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what the request ring has room for, and come back in a millisecond for the rest."""
+        outbox = self.engine.outbox
+        outbox.flush()
+        if not outbox.is_empty and self._flush_timer is None and self.dead_error is None:
+            self._flush_timer = asyncio.get_running_loop().call_later(_FLUSH_S, self._flush_again)
+
+    def _flush_again(self) -> None:
+        self._flush_timer = None
+        self.flush()
+
+    def die(self, cause: str) -> None:
+        """Fail every request: the engine is gone."""
+        if self.dead_error is None:
+            self.dead_error = EngineDeadError(f"{cause}: restart the server")
+            if not self.engine.is_stopping:
+                logger.error("%s; %d requests fail", cause, self.outputs.num_live)
+            self.outputs.fail_all(self.dead_error)
+            for callback in self.on_death:
+                callback()
+
+
+class AsyncLLM(EngineClient):
+    """The engine client over shared memory. May be built outside a running loop; the reader starts with the first use.
+
+    Args:
+        engine: A started engine process; AsyncLLM ends it with `shutdown`.
+        model: What the front end knows of the model.
+        max_num_queued_reqs: Live sequences beyond which a request is refused with OverloadedError.
+    """
+
+    def __init__(self, engine: EngineProcess, model: ModelInfo, *, max_num_queued_reqs: int = 2048) -> None:
+        self.model = model
+        self.input_processor = InputProcessor(model)
+        self._pipe = _Pipe(engine, model)
+        self._max_num_queued_reqs = max_num_queued_reqs
+        self._is_shut_down = False
+        self._finalizer = weakref.finalize(self, self._pipe.close)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests can be served."""
+        return not self.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it has been shut down, or has failed."""
+        return self._is_shut_down or self.errored
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine is gone, or the reader has failed."""
+        return self._pipe.dead_error is not None or self._pipe.engine.death_cause() is not None
+
+    @property
+    def dead_error(self) -> Exception:
+        """The error that requests get once `errored`."""
+        cause = self._pipe.engine.death_cause() or "the engine is shut down"
+        return self._pipe.dead_error or EngineDeadError(cause)
+
+    @property
+    def load(self) -> Load:
+        """Running and waiting sequences, from the newest step record."""
+        return self._pipe.load
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that the front end has not ended."""
+        return self._pipe.outputs.num_live
+
+    def start(self) -> None:
+        """Start the reader task in the running loop; does nothing if it runs."""
+        self._pipe.start()
+
+    def call_on_death(self, callback: Callable[[], None]) -> None:
+        """Call back, in the loop, once every request has been told that the engine is dead."""
+        self._pipe.on_death.append(callback)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Yield a request's outputs (see EngineClient)."""
+        collector = self.submit(await self.input_processor.process(request))
+        try:
+            finished = False
+            while not finished:
+                output = collector.get_nowait() or await collector.get()
+                finished = output.finished
+                yield output
+        finally:
+            self.release(collector)
+
+    def encode(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Refuse: no pooling yet."""
+        raise NotImplementedError(f"request {request.request_id}: this engine serves no pooling, only generate")
+
+    def check_admission(self, num_sequences: int) -> None:
+        """Refuse work that cannot be taken now.
+
+        Raises:
+            EngineDeadError: If the engine is gone.
+            OverloadedError: If the queue is full.
+        """
+        if self.is_stopped:
+            raise self.dead_error
+        num_live = self._pipe.outputs.num_live
+        if num_live + num_sequences > self._max_num_queued_reqs:
+            raise OverloadedError(
+                f"{num_live} requests are queued or running, {num_sequences} more exceed the limit of "
+                f"{self._max_num_queued_reqs} (--max-num-queued-reqs): try again later"
+            )
+
+    def submit(self, request: ProcessedRequest) -> RequestOutputCollector:
+        """Register a request's n sequences, then send them to the engine. Never suspends.
+
+        Returns:
+            Their collector. The caller must `release` it, however it ends.
+
+        Raises:
+            EngineDeadError, OverloadedError: As check_admission.
+        """
+        params = request.params
+        self.check_admission(params.n)
+        self.start()
+        pipe = self._pipe
+        collector = RequestOutputCollector(request.request_id, request.prompt_token_ids, params.n, request.kind)
+        try:
+            indexes = range(request.first_index, request.first_index + params.n)
+            states = [pipe.outputs.add(request, index, collector) for index in indexes]
+            for state, seed in zip(states, params.seeds(), strict=True):
+                pipe.engine.outbox.add(request.engine_request(state.handle, seed))
+            pipe.flush()
+        except BaseException:
+            self.release(collector)
+            raise
+        return collector
+
+    def release(self, collector: RequestOutputCollector) -> None:
+        """Abort what is still live of a request whose consumer is done or gone. Never suspends: uncancellable."""
+        handles = self._pipe.outputs.drop(collector)
+        if handles and self._pipe.dead_error is None:
+            self._pipe.abort(handles)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End every request of these ids with finish reason abort. Never suspends."""
+        request_ids = (request_id,) if isinstance(request_id, str) else tuple(request_id)
+        handles = abort_all(self._pipe.outputs, request_ids)
+        if handles and self._pipe.dead_error is None:
+            self._pipe.abort(handles)
+
+    def fail_all(self, error: ServerError) -> None:
+        """End every request with an error, in the engine too."""
+        handles = self._pipe.outputs.fail_all(error)
+        if handles and self._pipe.dead_error is None:
+            self._pipe.abort(handles)
+
+    async def check_health(self) -> None:
+        """Return if all is well (see EngineClient)."""
+        if self.is_stopped:
+            raise self.dead_error
+        if (reason := self._pipe.engine.stuck_reason()) is not None:
+            raise EngineDeadError(reason)
+
+    async def shutdown(self) -> None:
+        """End the reader and the engine; what still runs gets EngineDeadError."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        self.fail_all(EngineDeadError("the engine is shut down"))
+        reader = self._pipe.reader
+        await asyncio.to_thread(self._finalizer)
+        if reader is not None:
+            await asyncio.wait((reader,))
+
+
+async def _read(pipe: _Pipe) -> None:
+    """The reader task: for ever, take what is there, then wait."""
+    try:
+        while True:
+            await _drain(pipe)
+            if (cause := pipe.engine.death_cause()) is not None:
+                await pipe.engine.waiter.wait(_HAND_OVER_S)  # the thread may hold a token that it is handing over
+                await _drain(pipe)  # what it posted between the first look and its death
+                raise PeerDiedError(cause)
+            pipe.flush()
+            await pipe.engine.waiter.wait(_RECHECK_S)
+    except asyncio.CancelledError:
+        raise
+    except PeerDiedError as exc:
+        pipe.die(str(exc))
+    except Exception as exc:
+        logger.exception("the reader task failed")
+        pipe.die(f"the step ring cannot be read: {exc}")
+
+
+async def _drain(pipe: _Pipe) -> None:
+    """Process what is posted now. The records of one drain, but for the last, are behind: their deltas merge."""
+    waiter, reader = pipe.engine.waiter, pipe.engine.reader
+    while waiter.try_wait():
+        num_behind = reader.consumer.num_pending
+        await _process(pipe, is_behind=num_behind > 0)
+        for left in range(num_behind - 1, -1, -1):
+            if waiter.try_wait():
+                await _process(pipe, is_behind=left > 0)
+        pipe.outputs.flush()
+        pipe.flush()
+
+
+async def _process(pipe: _Pipe, is_behind: bool) -> None:
+    record = pipe.engine.reader.read()
+    if isinstance(record, StepRecord):
+        pipe.load.num_running, pipe.load.num_waiting = record.num_running, record.num_waiting
+        await pipe.outputs.process(record, is_behind)
+        await pipe.outputs.yield_to_loop()
+    elif isinstance(record, Message):
+        _take_message(pipe, record)
+
+
+def _take_message(pipe: _Pipe, message: Message) -> None:
+    if message.kind != RecordKind.ERROR:
+        logger.warning("the engine sent an unexpected %s message", message.kind.name)
+        return
+    handle = _HANDLE.unpack_from(message.body)[0]
+    siblings = pipe.outputs.fail(handle, EngineGenerateError(message.body[_HANDLE.size :].decode()))
+    pipe.abort([other for other in siblings if other != handle])

@@ -1,0 +1,94 @@
+"""The command line: `ringserve serve [MODEL]`, `ringserve pull`. Options are made from the fields of ServeConfig."""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import sys
+import types
+import typing
+from typing import Any
+
+from server.config import ServeConfig
+from server.errors import StartupError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; return the exit status: 0 well ended, 1 the engine died, 2 a bad flag, model or port."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _pull() if options.command == "pull" else _serve(options)
+    except StartupError as exc:
+        print(f"ringserve: error: {exc}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(options: argparse.Namespace) -> int:
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(ServeConfig)}
+    values["served_model_name"] = tuple(values["served_model_name"])
+    config = ServeConfig(**values)
+    from server import launcher  # after the flags are checked: --help and errors need none of it
+
+    launcher.configure_logging()
+    return launcher.serve(config)
+
+
+def _pull() -> int:
+    from server.model_path import pull_default_model
+
+    print(pull_default_model())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ringserve", description="A single-node LLM server for people who care about latency."
+    )
+    parser.add_argument("--version", action="version", version=importlib.metadata.version("ringserve"))
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over an OpenAI-compatible API",
+        description="Serve a model over an OpenAI-compatible API.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    serve.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a local Hugging Face directory or a hub id; without it SmolLM2-135M-Instruct",
+    )
+    for field in dataclasses.fields(ServeConfig):
+        if field.name != "model":
+            _add_option(serve, field)
+    commands.add_parser("pull", help="download and convert the default model, and print its directory")
+    return parser
+
+
+def _add_option(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]") -> None:
+    options: dict[str, Any] = {"help": field.metadata["help"], "default": field.default}
+    kind = _plain_type(field.type)
+    if kind is bool:
+        options["action"] = "store_true"
+    else:
+        options |= {"type": kind, "metavar": kind.__name__.upper()}
+        if "choices" in field.metadata:
+            options |= {"choices": field.metadata["choices"], "metavar": None}
+        if "many" in field.metadata:
+            options |= {"nargs": "+", "metavar": "NAME"}
+    parser.add_argument(f"--{field.name.replace('_', '-')}", **options)
+
+
+def _plain_type(annotation: Any) -> type:
+    """Return int of `int | None`, str of `tuple[str, ...]`, and a plain type as it is."""
+    if isinstance(annotation, types.UnionType):
+        annotation = next(kind for kind in typing.get_args(annotation) if kind is not types.NoneType)
+    elif typing.get_origin(annotation) is tuple:
+        annotation = typing.get_args(annotation)[0]
+    assert isinstance(annotation, type)
+    return annotation
+
+
+if __name__ == "__main__":
+    sys.exit(main())

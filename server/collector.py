@@ -1,0 +1,119 @@
+"""The one-slot mailbox between the reader task and whoever waits for a request's output.
+
+Two kinds of consumer: `get` pulls from the slot; a writer that is attached is pushed to, in the same call, while it is
+writable. Deltas that meet a full slot merge, so memory is bounded by the pending output, never by a queue of events.
+Loop thread only.
+"""
+
+import asyncio
+from typing import Protocol
+
+from server.outputs import CompletionOutput, OutputKind, RequestOutput
+
+
+class OutputWriter(Protocol):
+    """What a stream must be, to be pushed to."""
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether `write` may be called: the transport takes more."""
+
+    def write(self, output: CompletionOutput) -> None:
+        """Send one sequence's delta."""
+
+    def fail(self, error: Exception) -> None:
+        """Send an error; it comes after everything written before."""
+
+
+class RequestOutputCollector:
+    """Collects the outputs of a request's n sequences."""
+
+    def __init__(self, request_id: str, prompt_token_ids: list[int], num_sequences: int, kind: OutputKind) -> None:
+        self.request_id = request_id
+        self.num_cached_tokens = 0
+        self._prompt_token_ids = prompt_token_ids
+        self._num_unfinished = num_sequences
+        self._kind = kind
+        self._slot: dict[int, CompletionOutput] = {}
+        self._error: Exception | None = None
+        self._ready: asyncio.Future[None] | None = None
+        self._writer: OutputWriter | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will be put: every sequence has ended, or the request has failed."""
+        return self._num_unfinished == 0 or self._error is not None
+
+    def attach(self, writer: OutputWriter) -> None:
+        """Push to `writer` from now on, beginning with what the slot holds."""
+        self._writer = writer
+        self.flush()
+
+    def put(self, output: CompletionOutput, is_behind: bool = False) -> None:
+        """Take an output.
+
+        With `is_behind` it waits in the slot for `flush`, to leave as one event with those that come after it.
+        """
+        if output.finish_reason is not None:
+            self._num_unfinished -= 1
+        if self._writer is not None and not is_behind and not self._slot and self._writer.is_writable:
+            self._writer.write(output)
+            return
+        held = self._slot.get(output.index)
+        if held is None or self._kind is not OutputKind.DELTA:
+            self._slot[output.index] = output
+        else:
+            held.extend(output)
+        if self._writer is None:
+            self._wake()
+
+    def put_error(self, error: Exception) -> None:
+        """End the request with an error, delivered after the tokens that came before it. A later one is ignored."""
+        if self.is_finished:
+            return
+        self._error = error
+        self.flush()
+        self._wake()
+
+    def flush(self) -> None:
+        """Push what the slot holds, if a writer is attached and takes it."""
+        writer = self._writer
+        if writer is None:
+            return
+        while self._slot and writer.is_writable:
+            writer.write(self._slot.pop(next(iter(self._slot))))
+        if self._error is not None and not self._slot:
+            self._writer = None
+            writer.fail(self._error)
+
+    def get_nowait(self) -> RequestOutput | None:
+        """Return what the slot holds, or None if there is nothing.
+
+        Raises:
+            Exception: The error that ended the request, once everything before it is taken.
+        """
+        is_done = self._num_unfinished == 0
+        is_final_only = self._kind is OutputKind.FINAL_ONLY
+        if self._slot and (is_done or not is_final_only):
+            outputs = sorted(self._slot.values(), key=lambda output: output.index)
+            self._slot = {}
+            return RequestOutput(self.request_id, self._prompt_token_ids, outputs, is_done, self.num_cached_tokens)
+        if self._error is not None:
+            raise self._error
+        return None
+
+    async def get(self) -> RequestOutput:
+        """Wait for an output; errors as get_nowait."""
+        while True:
+            output = self.get_nowait()
+            if output is not None:
+                return output
+            self._ready = asyncio.get_running_loop().create_future()
+            try:
+                await self._ready
+            finally:
+                self._ready = None
+
+    def _wake(self) -> None:
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_result(None)

@@ -1,0 +1,179 @@
+"""Launches the engine as a process of its own and holds the server's ends of both rings. Main thread starts it.
+
+Also the life of the rings: created here, unlinked as soon as the engine has attached, given up with the process.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from server.errors import StartupError
+from shm_transport import segment
+from shm_transport.config import RingConfig
+from shm_transport.errors import TransportError
+from shm_transport.heartbeat import PulseReader
+from shm_transport.records import ENGINE_HANDLE, RecordKind
+from shm_transport.request_ring import Outbox
+from shm_transport.step_ring import Message, StepReader
+from shm_transport.waiter import StepWaiter
+
+logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 2.0  # from the order to shut down to SIGKILL
+_SHUTDOWN_CALL = json.dumps({"method": "shutdown"}).encode()
+
+
+class EngineProcess:
+    """One engine process with its rings.
+
+    Attributes:
+        limits: What the engine said in READY: max_model_len, vocab_size, num_blocks.
+        outbox: The request ring's end.
+        reader: The step ring's end.
+        waiter: Waits for `reader` in the event loop.
+        is_stopping: Whether the engine was told to end.
+    """
+
+    def __init__(self, command_config: dict[str, Any], rings: RingConfig, step_timeout_s: float) -> None:
+        """Start the engine and wait until it can serve.
+
+        Args:
+            command_config: The engine's JSON configuration, without its "link".
+            rings: Geometry of the rings.
+            step_timeout_s: A step open for longer means that the engine is stuck.
+
+        Raises:
+            StartupError: If shared memory is too small, or the engine could not load.
+        """
+        for name in segment.unlink_stale():
+            logger.info("removed /dev/shm/%s, left by a server that was killed", name)
+        self._step_timeout_s = step_timeout_s
+        self._segments: list[segment.Segment] = []
+        try:
+            self._create(rings)
+            self.process = self._launch(command_config)
+        except BaseException as exc:
+            self._unlink()
+            if isinstance(exc, TransportError):
+                raise StartupError(str(exc)) from exc
+            raise
+        step_segment, request_segment = self._segments
+        self.reader = StepReader(step_segment)
+        self.waiter = StepWaiter(self.reader.consumer)
+        self.outbox = Outbox(request_segment)
+        self._pulse = PulseReader(step_segment)
+        self._pidfd = os.pidfd_open(self.process.pid)
+        self.is_stopping = False
+        try:
+            self.limits = self._await_ready()
+        except BaseException:
+            self.kill()
+            raise
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> None:
+        """Call `on_death` in the loop, once, within milliseconds of the process's end."""
+
+        def died() -> None:
+            loop.remove_reader(self._pidfd)
+            on_death()
+
+        loop.add_reader(self._pidfd, died)
+
+    def unwatch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Undo `watch`."""
+        if self._pidfd >= 0:
+            loop.remove_reader(self._pidfd)
+
+    def death_cause(self) -> str | None:
+        """Return how the process ended, or None while it runs."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        if code < 0:
+            return f"the engine process {self.process.pid} was killed by {signal.Signals(-code).name}"
+        return f"the engine process {self.process.pid} exited with status {code}"
+
+    def stuck_reason(self) -> str | None:
+        """Return why the engine counts as stuck, or None."""
+        return self._pulse.read().stuck_reason(self._step_timeout_s)
+
+    def order_stop(self) -> None:
+        """Tell the engine to end."""
+        if not self.is_stopping:
+            self.is_stopping = True
+            self.outbox.call(0, _SHUTDOWN_CALL)
+            self.outbox.flush()
+
+    def stop(self) -> None:
+        """End the engine: by order, by SIGKILL if it does not obey. Safe to call twice; blocks for up to 2 s."""
+        if self.process.poll() is None:
+            self.order_stop()
+            deadline = time.monotonic() + _STOP_TIMEOUT_S
+            while self.process.poll() is None and time.monotonic() < deadline:
+                self.outbox.flush()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(0.02)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the engine now and give the rings up."""
+        if self._pidfd < 0:
+            return
+        self.process.kill()
+        self.process.wait()
+        os.close(self._pidfd)
+        self._pidfd = -1
+        self.waiter.close()
+        self._unlink()
+
+    def _create(self, rings: RingConfig) -> None:
+        self._base_name, self._epoch = segment.new_base_name(), segment.new_epoch()
+        headers = (segment.step_header(rings, self._epoch), segment.request_header(rings, self._epoch))
+        for suffix, header in zip(("-step", "-request"), headers, strict=True):
+            self._segments.append(segment.create(self._base_name + suffix, header))
+
+    def _launch(self, command_config: dict[str, Any]) -> subprocess.Popen[bytes]:
+        step_segment, request_segment = self._segments
+        link = {
+            "step_ring": step_segment.name, "request_ring": request_segment.name, "epoch": self._epoch,
+            "server_pid": os.getpid(),
+        }  # fmt: skip
+        # -P: no ./engine of the folder that the user happens to be in is run
+        command = [sys.executable, "-P", "-m", "engine", json.dumps({"link": link, **command_config})]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+    def _await_ready(self) -> dict[str, int]:
+        while True:
+            message = self._next_message()
+            if message.kind == RecordKind.ATTACHED:
+                self._unlink()
+            elif message.kind == RecordKind.READY:
+                limits: dict[str, int] = json.loads(message.body)
+                return limits
+            elif message.kind == RecordKind.ERROR and message.body[:8] == ENGINE_HANDLE.to_bytes(8, "little"):
+                raise StartupError(f"the engine could not start: {message.body[8:].decode()}")
+            else:
+                raise StartupError(f"the engine sent {message.kind.name} before READY")
+
+    def _next_message(self) -> Message:
+        consumer = self.reader.consumer
+        while True:
+            has_ended = self.process.poll() is not None  # before the look: what it posted first is still drained
+            if consumer.wait(timeout_s=0.05):
+                record = self.reader.read()
+                if isinstance(record, Message):
+                    return record
+            elif has_ended and consumer.num_pending == 0:
+                raise StartupError(f"{self.death_cause()} while loading: its messages are above")
+
+    def _unlink(self) -> None:
+        for created in self._segments:
+            created.unlink()

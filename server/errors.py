@@ -1,0 +1,95 @@
+"""Errors of the front end, named by whose fault they are. Each knows its HTTP status and OpenAI error type.
+
+ServerError
+├── RequestError (ValueError)     the client's fault: 400
+│   ├── NotFoundError                 404
+│   ├── MethodNotAllowedError         405
+│   └── BodyTooLargeError             413
+├── OverloadedError               503 + Retry-After
+├── EngineGenerateError           one request failed in the engine; the others go on: 500
+├── EngineDeadError               the engine process is gone: 503
+├── ShuttingDownError             the server is draining: 503
+└── StartupError                  the server cannot start; the CLI prints it and exits with 2
+"""
+
+
+class ServerError(Exception):
+    """Base of every error that this package raises.
+
+    Attributes:
+        status: HTTP status.
+        type: OpenAI's `error.type`.
+        param: Name of the request field at fault, or None.
+        retry_after_s: Value of a Retry-After header, or None.
+    """
+
+    status = 500
+    type = "InternalServerError"
+    retry_after_s: int | None = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+    def body(self) -> dict[str, object]:
+        """Return the OpenAI error object, the same shape for every error."""
+        return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.status}}
+
+
+class RequestError(ServerError, ValueError):
+    """The request is wrong; the message names the field, its value and the remedy."""
+
+    status = 400
+    type = "BadRequestError"
+
+
+class NotFoundError(RequestError):
+    """There is no such route or model."""
+
+    status = 404
+    type = "NotFoundError"
+
+
+class MethodNotAllowedError(RequestError):
+    """The route exists, for other methods."""
+
+    status = 405
+    type = "MethodNotAllowedError"
+
+
+class BodyTooLargeError(RequestError):
+    """The request body exceeds the limit."""
+
+    status = 413
+    type = "RequestEntityTooLargeError"
+
+
+class OverloadedError(ServerError):
+    """The queue is full; the client may try again."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+    retry_after_s = 1
+
+
+class EngineGenerateError(ServerError):
+    """The engine failed one request. Recoverable: the others go on."""
+
+
+class EngineDeadError(ServerError):
+    """The engine process is gone. Unrecoverable: every request fails from now on."""
+
+    status = 503
+    type = "EngineDeadError"
+
+
+class ShuttingDownError(ServerError):
+    """The server is draining: nothing new is accepted, and what ran out of time ends."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+    retry_after_s = 5
+
+
+class StartupError(ServerError):
+    """The server cannot start: a bad flag, model or port."""

@@ -1,0 +1,109 @@
+"""uvicorn's httptools protocol with a way for a stream's bytes straight to the transport.
+
+A task wake-up and an ASGI send for each token cost twice what the whole push path costs. The names of uvicorn that this
+file touches are held by tests/server/test_http_protocol.py; pyproject.toml bounds uvicorn's version.
+"""
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import Receive
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from server.sink import EXTENSION, Headers, until_disconnect
+
+
+class TransportSink:
+    """A Sink (server/sink.py) that writes HTTP/1.1 chunks to the transport, in the caller's own call."""
+
+    def __init__(self, protocol: "RingserveProtocol", cycle: RequestResponseCycle) -> None:
+        self.on_writable: Callable[[], None] | None = None
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._transport = cycle.transport
+        self._head = b""
+        self._is_chunked = cycle.scope["http_version"] != "1.0"  # HTTP/1.0 knows no chunks: the end of the connection
+        protocol.sink = self
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the transport's buffer is below its high-water mark, and the client there."""
+        return not self._flow.write_paused and not self._transport.is_closing()
+
+    def open(self, status: int, headers: Headers) -> None:
+        """Format the head; it leaves with the first write, in one system call."""
+        cycle = self._cycle
+        cycle.response_started = True
+        cycle.waiting_for_100_continue = False
+        lines = [STATUS_LINE[status]]
+        lines += [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
+        if not cycle.keep_alive:
+            lines.append(b"connection: close\r\n")
+        if self._is_chunked:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        self._head = b"".join((*lines, b"\r\n"))
+
+    def write(self, data: bytes) -> None:
+        """Write one chunk; nothing once the client is gone."""
+        if self._transport.is_closing():
+            return
+        if self._is_chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        if self._head:
+            data, self._head = self._head + data, b""
+        self._transport.write(data)
+
+    def finish(self) -> None:
+        """Write the last chunk and hand the connection back to uvicorn, for the next request on it."""
+        cycle = self._cycle
+        if cycle.disconnected or cycle.response_complete:
+            return
+        if not self._transport.is_closing():
+            self._transport.write(self._head + (b"0\r\n\r\n" if self._is_chunked else b""))
+            self._head = b""
+        cycle.response_complete = True
+        cycle.message_event.set()  # ends wait_closed
+        if not cycle.keep_alive:
+            self._transport.close()
+        cycle.on_response()
+
+    async def wait_closed(self, receive: Receive) -> None:
+        """Return when `finish` was called or the client is gone: uvicorn reports both as a disconnect."""
+        await until_disconnect(receive)
+
+
+class RingserveProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sink: TransportSink | None = None  # of the response in progress
+
+    def on_headers_complete(self) -> None:
+        """Offer the sink to the application; its task was created, and has not run yet."""
+        super().on_headers_complete()
+        cycle = self.cycle
+        if cycle is not None:
+            extensions: dict[str, Any] = {EXTENSION: functools.partial(TransportSink, self, cycle)}
+            cycle.scope["extensions"] = extensions
+
+    def resume_writing(self) -> None:
+        """Tell the response in progress that its client keeps up again."""
+        super().resume_writing()
+        if self.sink is not None and self.sink.on_writable is not None:
+            self.sink.on_writable()
+
+    def on_response_complete(self) -> None:
+        """Forget the sink of the response that has ended."""
+        self.sink = None
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP at all, in the one error shape."""
+        error = {"message": msg, "type": "BadRequestError", "param": None, "code": 400}
+        body = json.dumps({"error": error}).encode()
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[400] + head + body)
+        self.transport.close()

@@ -1,0 +1,137 @@
+"""From a prompt and sampling parameters to engine requests: render, tokenize, validate. Knows no HTTP."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from server.errors import RequestError
+from server.model_info import ModelInfo
+from server.outputs import OutputKind
+from server.sampling_params import SamplingParams
+from shm_transport.messages import AddRequest
+
+_INLINE_CHARS = 4096  # longer texts are tokenized on a thread: 4,096 characters take about a millisecond
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateRequest:
+    """One prompt to complete: the argument of `EngineClient.generate`.
+
+    `prompt` is a text or token ids. `request_id` is the name by which it can be aborted.
+    """
+
+    request_id: str
+    prompt: str | list[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    kind: OutputKind = OutputKind.DELTA
+    add_special_tokens: bool = True
+    first_index: int = 0  # index of the first of the n sequences, for several prompts in one response
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessedRequest:
+    """A validated request: token ids, and parameters that fit the model."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    kind: OutputKind
+    max_tokens: int
+    eos_token_id: int
+    stop_token_ids: tuple[int, ...]
+    first_index: int
+
+    def engine_request(self, handle: int, seed: int) -> AddRequest:
+        """Return the message to the engine for one of the n sequences."""
+        params = self.params
+        return AddRequest(
+            handle=handle, prompt_token_ids=np.array(self.prompt_token_ids, np.int32), max_tokens=self.max_tokens,
+            min_tokens=params.min_tokens, temperature=params.temperature, top_p=params.top_p,
+            top_k=max(params.top_k, 0), min_p=params.min_p, seed=seed, eos_token_id=self.eos_token_id,
+            stop_token_ids=self.stop_token_ids,
+        )  # fmt: skip
+
+
+class InputProcessor:
+    """Validates requests against one model."""
+
+    def __init__(self, model: ModelInfo) -> None:
+        self._model = model
+
+    async def render_chat(self, messages: list[dict[str, Any]]) -> str:
+        """Return the chat's prompt text.
+
+        Raises:
+            RequestError: If the model has no chat template, or it refuses the messages.
+        """
+        template = self._model.chat_template
+        if template is None:
+            raise RequestError("this model has no chat template: use /v1/completions, or start with --chat-template")
+        if sum(len(message.get("content") or "") for message in messages) <= _INLINE_CHARS:
+            return template.render(messages)
+        return await asyncio.to_thread(template.render, messages)
+
+    async def process(self, request: GenerateRequest) -> ProcessedRequest:
+        """Tokenize (long texts on a thread) and validate.
+
+        Raises:
+            RequestError: Naming the field, its value and the remedy.
+        """
+        if isinstance(request.prompt, str):
+            token_ids = await self._tokenize(request.prompt, request.add_special_tokens)
+        else:
+            token_ids = request.prompt
+            self._check_token_ids("prompt", token_ids)
+        return self._fit(request, token_ids)
+
+    async def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        model = self._model
+        if len(text) > model.max_model_len * model.tokenizer.longest_token:
+            raise RequestError(
+                f"prompt has {len(text)} characters, more than {model.max_model_len} tokens can hold: shorten it",
+                param="prompt",
+            )
+        if len(text) <= _INLINE_CHARS:
+            return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    def _fit(self, request: GenerateRequest, token_ids: list[int]) -> ProcessedRequest:
+        model, params = self._model, request.params.without_duplicates()
+        room = model.max_model_len - len(token_ids)
+        if not token_ids:
+            raise RequestError("prompt is empty: it must have at least one token", param="prompt")
+        if room < 1:
+            raise RequestError(
+                f"prompt has {len(token_ids)} tokens: at most {model.max_model_len - 1}, so that one more fits the "
+                f"context of {model.max_model_len}",
+                param="prompt",
+            )
+        if params.max_tokens is not None and params.max_tokens > model.max_model_len:
+            raise RequestError(
+                f"max_tokens is {params.max_tokens}: at most the context of {model.max_model_len}", param="max_tokens"
+            )
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.min_tokens > max_tokens:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}: at most the {max_tokens} tokens that max_tokens and the context "
+                "leave",
+                param="min_tokens",
+            )
+        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        extra_eos = () if params.ignore_eos else model.extra_eos_token_ids
+        return ProcessedRequest(
+            request_id=request.request_id, prompt_token_ids=token_ids, params=params, kind=request.kind,
+            max_tokens=max_tokens, eos_token_id=-1 if params.ignore_eos else model.eos_token_id,
+            stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *extra_eos))),
+            first_index=request.first_index,
+        )  # fmt: skip
+
+    def _check_token_ids(self, field_name: str, token_ids: "list[int] | tuple[int, ...]") -> None:
+        for token_id in token_ids:
+            if type(token_id) is not int or not 0 <= token_id < self._model.vocab_size:
+                raise RequestError(
+                    f"{field_name} holds {token_id!r}: token ids are integers from 0 to {self._model.vocab_size - 1}",
+                    param=field_name,
+                )

@@ -1,0 +1,193 @@
+"""Runs the server: port, engine, application, uvicorn; and ends it, by signal or with the engine.
+
+Main thread only: the kernel ties the engine's life to the thread that started it.
+"""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from server import model_path
+from server.app import build_app
+from server.async_llm import AsyncLLM
+from server.config import ServeConfig
+from server.engine_process import EngineProcess
+from server.errors import ShuttingDownError, StartupError
+from server.http_protocol import RingserveProtocol
+from server.model_info import ModelInfo
+from server.serving import Serving
+from shm_transport.config import RingConfig
+
+logger = logging.getLogger(__name__)
+
+_TOLD_LIMIT_S = 2.5  # how long clients may take to read that the engine has died
+_HEALTH_503_S = 1.1  # /health answers 503 for so long after the last of them was told
+_GRACE_S = 1.0  # from the drain's deadline, when streams get their error event, to cutting connections
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server with a drain that tells its streams, and an exit status of its own."""
+
+    def __init__(self, config: uvicorn.Config, llm: AsyncLLM, serve_config: ServeConfig, banner: str) -> None:
+        super().__init__(config)
+        self.exit_status = 0
+        self._llm = llm
+        self._serve_config = serve_config
+        self._banner = banner
+        self._death_task: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, say where, and watch the engine."""
+        if not self._serve_config.keep_alive_on_engine_death:
+            self._llm.call_on_death(self._on_engine_death)
+        await super().startup(sockets)
+        print(self._banner, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  # a signal handler's
+        """First signal: drain. Second: end at once. Neither is raised again afterwards: a drain exits with 0."""
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nothing new, let running streams end, then tell those that are left."""
+        drain_s = self._serve_config.drain_timeout
+        error = ShuttingDownError(f"the server is shutting down and its drain time of {drain_s:g} s is over")
+        timer = asyncio.get_running_loop().call_later(drain_s, self._llm.fail_all, error)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+    def _on_engine_death(self) -> None:
+        self._death_task = asyncio.get_running_loop().create_task(self._exit_after_death())
+
+    async def _exit_after_death(self) -> None:
+        deadline = time.monotonic() + _TOLD_LIMIT_S
+        while self.server_state.tasks and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(_HEALTH_503_S)
+        self.exit_status = 1
+        self.config.timeout_graceful_shutdown = 0.2  # type: ignore[assignment]  # wait_for takes fractions too
+        self.should_exit = True
+
+
+def serve(config: ServeConfig) -> int:
+    """Serve until a signal or the engine's death; return the exit status.
+
+    Raises:
+        StartupError: If the port, the model or a flag is wrong.
+    """
+    started_s = time.monotonic()
+    with contextlib.closing(_bind(config)) as listener, _terminating_signals():
+        directory, tokenizer = _locate(config)
+        rings = RingConfig()
+        engine = EngineProcess(config.engine_config(directory, tokenizer), rings, config.step_timeout)
+        try:
+            server = _build(config, engine, directory, tokenizer, listener, started_s)
+            # uvicorn runs with signal handlers of its own; the engine is up, so what follows it is the drain
+            server.run(sockets=[listener])
+        finally:
+            engine.kill()
+    return server.exit_status
+
+
+def _build(
+    config: ServeConfig,
+    engine: EngineProcess,
+    directory: Path,
+    tokenizer: Path,
+    listener: socket.socket,
+    started_s: float,
+) -> Server:
+    limits = engine.limits
+    model = ModelInfo.load(
+        directory,
+        tokenizer,
+        max_model_len=limits["max_model_len"],
+        vocab_size=limits["vocab_size"],
+        chat_template=config.chat_template,
+    )
+    llm = AsyncLLM(engine, model, max_num_queued_reqs=config.max_num_queued_reqs)
+    serving = Serving(
+        llm=llm,
+        model_names=config.served_model_name or (config.model or directory.name,),
+        version=importlib.metadata.version("ringserve"),
+        max_body_bytes=config.max_body_mb * 2**20,
+    )
+    uvicorn_config = uvicorn.Config(
+        build_app(serving),
+        http=RingserveProtocol,
+        loop="uvloop",
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=config.drain_timeout + _GRACE_S,  # type: ignore[arg-type]  # wait_for takes fractions
+    )
+    return Server(uvicorn_config, llm, config, _banner(serving, listener, time.monotonic() - started_s))
+
+
+def _locate(config: ServeConfig) -> tuple[Path, Path]:
+    """Return the model's directory and its tokenizer.json. The synthetic engine may be given the latter alone."""
+    path = Path(config.model or "")
+    if config.engine == "synthetic" and path.is_file():
+        return path.resolve().parent, path.resolve()
+    directory = model_path.resolve(config.model)
+    return directory, directory / "tokenizer.json"
+
+
+def _bind(config: ServeConfig) -> socket.socket:
+    """Bind the port before anything is loaded, so that one in use is known at once."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as exc:
+        raise StartupError(
+            f"cannot bind {config.host}:{config.port}: {exc.strerror or exc}; choose another --host or --port"
+        ) from exc
+    return listener
+
+
+@contextlib.contextmanager
+def _terminating_signals() -> Iterator[None]:
+    """Make SIGTERM during start-up unwind like Ctrl-C, so that nothing is left behind."""
+
+    def leave(signum: int, _: FrameType | None) -> None:
+        sys.exit(128 + signum)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _banner(serving: Serving, listener: socket.socket, elapsed_s: float) -> str:
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": true}'
+    return (
+        f"ringserve {serving.version} serves {serving.model_names[0]} at {url}/v1 (ready in {elapsed_s:.1f} s)\n"
+        f"Try it:\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    )
+
+
+def configure_logging() -> None:
+    """Send the log to stderr."""
+    form: dict[str, Any] = {"format": "%(levelname)s [server] %(message)s", "stream": sys.stderr}
+    logging.basicConfig(level=logging.INFO, **form)

@@ -1,0 +1,59 @@
+"""What the front end must know of the model, from the JSON files of its directory."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from server.chat_template import ChatTemplate
+from server.errors import StartupError
+from server.tokenizer import Tokenizer, load_chat_template, read_json
+
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    """The model as the front end sees it."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    eos_token_id: int  # -1: none
+    extra_eos_token_ids: tuple[int, ...]  # end a request like stop_token_ids, unless ignore_eos
+    max_model_len: int
+    vocab_size: int  # of the model: ids from the tokenizer's size to this are legal, and no text
+    sampling_defaults: dict[str, float] = field(default_factory=dict)  # from generation_config.json
+
+    @classmethod
+    def load(
+        cls, directory: Path, tokenizer_json: Path, *, max_model_len: int, vocab_size: int, chat_template: str | None
+    ) -> "ModelInfo":
+        """Read a model directory; limits as the engine reports them.
+
+        Raises:
+            StartupError: If a file is missing or broken.
+        """
+        tokenizer = Tokenizer.load(tokenizer_json)
+        generation = read_json(directory / "generation_config.json")
+        named = _token_ids(generation, directory) or _token_ids(read_json(directory / "config.json"), directory)
+        eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else next(iter(named), -1)
+        return cls(
+            tokenizer=tokenizer,
+            chat_template=load_chat_template(directory, chat_template, tokenizer.special_tokens),
+            eos_token_id=eos,
+            extra_eos_token_ids=tuple(token_id for token_id in named if token_id != eos),
+            max_model_len=max_model_len,
+            vocab_size=max(vocab_size, tokenizer.vocab_size),
+            sampling_defaults={
+                name: generation[name] for name in _SAMPLING_DEFAULTS if isinstance(generation.get(name), (int, float))
+            },
+        )
+
+
+def _token_ids(config: dict[str, Any], directory: Path) -> list[int]:
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise StartupError(
+            f"eos_token_id is {value!r} in the configuration of {directory}: a token id or a list of them"
+        )
+    return ids

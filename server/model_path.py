@@ -1,0 +1,57 @@
+"""From what the user calls a model to a directory on disk: the default model, a directory, or a hub id."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from server.errors import StartupError
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+def resolve(model: str | None) -> Path:
+    """Return the model's directory, downloading what is missing.
+
+    Args:
+        model: None for the default model; a directory; or a hub id such as HuggingFaceTB/SmolLM2-360M-Instruct.
+
+    Raises:
+        StartupError: If there is no such model, or it cannot be downloaded.
+    """
+    if model is None:
+        return pull_default_model()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists() or not _HUB_ID.fullmatch(model) or model.startswith("."):
+        raise StartupError(f"model is {model!r}: neither a directory nor a hub id (OWNER/NAME)")
+    return _download(model)
+
+
+def pull_default_model() -> Path:
+    """Make the default model if it is not there yet; return its directory.
+
+    The conversion needs torch, so a process of the engine does it; it prints the directory.
+
+    Raises:
+        StartupError: If it fails; its messages are on the terminal.
+    """
+    command = [sys.executable, "-P", "-m", "engine.default_model"]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if result.returncode != 0:
+        raise StartupError(f"the default model could not be made (status {result.returncode}): see the messages above")
+    return Path(result.stdout.strip())
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download  # 0.1 s to import, and needed only here
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+    except Exception as exc:  # the library raises many kinds: no such repository, no network, gated, disk full
+        reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
+        raise StartupError(
+            f"model {hub_id!r} is no directory here, and could not be downloaded from the hub: {reason}"
+        ) from exc

@@ -1,0 +1,279 @@
+"""From rows of a step record to text in collectors: detokenize, stop strings, finish. The one loop over the rows.
+
+Loop thread only. A failure in one request's output ends that request, never the reader.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from server.collector import RequestOutputCollector
+from server.detokenizer import Detokenizer
+from server.errors import EngineGenerateError
+from server.input_processor import ProcessedRequest
+from server.outputs import CompletionOutput, OutputKind
+from server.stop_strings import StopStringChecker
+from server.tokenizer import Tokenizer
+from shm_transport.records import FinishReason
+from shm_transport.step_ring import FirstRows, StepRecord
+
+logger = logging.getLogger(__name__)
+
+CHUNK_ROWS = 128  # rows between two yields to the event loop, counted across records
+_SLOT_BITS = 32
+_SLOT_MASK = (1 << _SLOT_BITS) - 1
+_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+_STOP = int(FinishReason.STOP)
+
+
+class RequestState:
+    """One live sequence: its text so far, and where its output goes."""
+
+    __slots__ = ("_checker", "_detokenizer", "_kind", "_texts", "_token_ids", "collector", "handle", "index", "params")
+
+    def __init__(
+        self,
+        handle: int,
+        request: ProcessedRequest,
+        index: int,
+        collector: RequestOutputCollector,
+        detokenizer: Detokenizer,
+    ) -> None:
+        params = request.params
+        self.handle = handle
+        self.index = index
+        self.collector = collector
+        self.params = params
+        self._kind = request.kind
+        self._detokenizer = detokenizer
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._checker: StopStringChecker | None = None
+        if params.stop:
+            include, min_tokens = params.include_stop_str_in_output, params.min_tokens
+            self._checker = StopStringChecker(params.stop, include_stop_str=include, min_tokens=min_tokens)
+
+    def advance(self, token_ids: list[int], finish: int, stop_token_id: int) -> CompletionOutput | None:
+        """Take one row's tokens.
+
+        Returns:
+            What the consumer should see now by the request's OutputKind; None if nothing.
+        """
+        text, num_taken, stop = self._text_of(token_ids, finish)
+        if stop is not None:
+            token_ids = token_ids[:num_taken]
+            return self._output(text, token_ids, "stop", stop)
+        if not finish:
+            return self._output(text, token_ids, None, None)
+        if self._checker is not None:
+            text += self._checker.flush()
+        reason = stop_token_id if finish == _STOP and stop_token_id >= 0 else None
+        return self._output(text, token_ids, _NAMES[FinishReason(finish)], reason)
+
+    def abort(self) -> CompletionOutput | None:
+        """Return the last output of a sequence that ends here: its held-back text, finish reason abort."""
+        return self.advance([], FinishReason.ABORT, -1)
+
+    def _text_of(self, token_ids: list[int], finish: int) -> tuple[str, int, str | None]:
+        """Return the tokens' text that may be sent, how many tokens count, and the stop string that ended them."""
+        # The text of the token that made the engine stop is no part of the output, special or not.
+        silent = len(token_ids) - 1 if finish == _STOP and not self.params.include_stop_str_in_output else -1
+        decode, checker = self._detokenizer.decode, self._checker
+        if checker is None:
+            return "".join(["" if i == silent else decode(token_id) for i, token_id in enumerate(token_ids)]), 0, None
+        sent, num_before = "", len(self._token_ids)
+        for i, token_id in enumerate(token_ids):
+            piece = "" if i == silent else decode(token_id)
+            released, stop = checker.push(piece, num_before + i + 1)
+            sent += released
+            if stop is not None:
+                return sent, i + 1, stop
+        return sent, len(token_ids), None
+
+    def _output(
+        self, text: str, token_ids: list[int], finish_reason: str | None, stop_reason: str | int | None
+    ) -> CompletionOutput | None:
+        self._token_ids += token_ids
+        if self._kind is OutputKind.DELTA:
+            return CompletionOutput(self.index, text, token_ids, finish_reason, stop_reason)
+        self._texts.append(text)
+        if self._kind is OutputKind.FINAL_ONLY and finish_reason is None:
+            return None
+        self._texts = ["".join(self._texts)]
+        return CompletionOutput(self.index, self._texts[0], self._token_ids.copy(), finish_reason, stop_reason)
+
+
+class OutputProcessor:
+    """The live sequences, by handle, and what the engine's records mean for them.
+
+    Args:
+        tokenizer: Makes the detokenizers.
+        abort_in_engine: Called with the handles of sequences that ended here while the engine still runs them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, abort_in_engine: Callable[[list[int]], None]) -> None:
+        self._tokenizer = tokenizer
+        self._abort_in_engine = abort_in_engine
+        self._states: list[RequestState | None] = []
+        self._generations: list[int] = []
+        self._free_slots: list[int] = []
+        self._by_request_id: dict[str, list[RequestState]] = {}
+        self._held: list[RequestOutputCollector] = []  # have outputs that wait for the end of the drain
+        self._rows_since_yield = 0
+        self.num_late_rows = 0
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._states) - len(self._free_slots)
+
+    def add(self, request: ProcessedRequest, index: int, collector: RequestOutputCollector) -> RequestState:
+        """Register one sequence; its handle goes to the engine."""
+        detokenizer = self._tokenizer.detokenizer(
+            request.prompt_token_ids, skip_special_tokens=request.params.skip_special_tokens
+        )
+        slot = self._take_slot()
+        handle = self._generations[slot] << _SLOT_BITS | slot
+        state = RequestState(handle, request, index, collector, detokenizer)
+        self._states[slot] = state
+        self._by_request_id.setdefault(collector.request_id, []).append(state)
+        return state
+
+    def abort(self, request_id: str) -> list[int]:
+        """End every sequence of a request id with finish reason abort; return their handles."""
+        states = list(self._by_request_id.get(request_id, ()))
+        for state in states:
+            self._forget(state)
+            output = state.abort()
+            if output is not None:
+                state.collector.put(output)
+        return [state.handle for state in states]
+
+    def drop(self, collector: RequestOutputCollector) -> list[int]:
+        """Forget the live sequences of one request, whose consumer is gone; return their handles."""
+        states = [s for s in self._by_request_id.get(collector.request_id, ()) if s.collector is collector]
+        for state in states:
+            self._forget(state)
+        return [state.handle for state in states]
+
+    def fail(self, handle: int, error: Exception) -> list[int]:
+        """End the whole request that a sequence belongs to with an error; return its live handles."""
+        state = self._state_of(handle)
+        if state is None:
+            return []
+        handles = self.drop(state.collector)
+        state.collector.put_error(error)
+        return handles
+
+    def fail_all(self, error: Exception) -> list[int]:
+        """End every request with an error; return all live handles."""
+        states = [state for state in self._states if state is not None]
+        for state in states:
+            self._forget(state)
+        for state in states:
+            state.collector.put_error(error)
+        return [state.handle for state in states]
+
+    async def process(self, record: StepRecord, is_behind: bool) -> None:
+        """Turn one record's rows into outputs, yielding to the loop each CHUNK_ROWS rows.
+
+        Args:
+            record: One STEP record.
+            is_behind: More records wait: deltas stay in their slots until `flush`, and leave as one event.
+        """
+        for row, handle in enumerate(record.handles):
+            state = self._state_of(handle)
+            if state is None:
+                self.num_late_rows += 1
+                continue
+            try:
+                self._process_row(state, record, row, is_behind)
+            except Exception as exc:
+                self._fail_row(state, exc)
+            self._rows_since_yield += 1
+            if self._rows_since_yield >= CHUNK_ROWS:
+                await self.yield_to_loop()
+
+    async def yield_to_loop(self) -> None:
+        """Let everyone else run: once a step, and each CHUNK_ROWS rows."""
+        self._rows_since_yield = 0
+        await asyncio.sleep(0)
+
+    def flush(self) -> None:
+        """Push what waited in slots while the reader was behind."""
+        held, self._held = self._held, []
+        for collector in held:
+            collector.flush()
+
+    def _process_row(self, state: RequestState, record: StepRecord, row: int, is_behind: bool) -> None:
+        token_ids, finish, stop_token_id = _row(record, row)
+        if record.first is not None:
+            _note_first(state, record.first, row)
+        if finish == FinishReason.ERROR:
+            raise EngineGenerateError("the engine failed this request")
+        output = state.advance(token_ids, finish, stop_token_id)
+        if output is None:
+            return
+        if output.finish_reason is not None:
+            self._forget(state)
+            if not finish:  # a stop string, which the engine cannot see
+                self._abort_in_engine([state.handle])
+        state.collector.put(output, is_behind)
+        if is_behind:
+            self._held.append(state.collector)
+
+    def _fail_row(self, state: RequestState, exc: Exception) -> None:
+        if isinstance(exc, EngineGenerateError):
+            error = exc
+        else:
+            logger.exception("the output of request %s could not be processed", state.collector.request_id)
+            error = EngineGenerateError(f"the output of this request could not be processed: {exc}")
+        handles = self.drop(state.collector)
+        self._abort_in_engine(handles)
+        state.collector.put_error(error)
+
+    def _state_of(self, handle: int) -> RequestState | None:
+        slot = handle & _SLOT_MASK
+        state = self._states[slot] if slot < len(self._states) else None
+        return state if state is not None and state.handle == handle else None
+
+    def _take_slot(self) -> int:
+        if self._free_slots:
+            return self._free_slots.pop()
+        self._states.append(None)
+        self._generations.append(1)
+        return len(self._states) - 1
+
+    def _forget(self, state: RequestState) -> None:
+        slot = state.handle & _SLOT_MASK
+        self._states[slot] = None
+        self._generations[slot] = (self._generations[slot] + 1) % 2**31
+        self._free_slots.append(slot)
+        siblings = self._by_request_id[state.collector.request_id]
+        siblings.remove(state)
+        if not siblings:
+            del self._by_request_id[state.collector.request_id]
+
+
+def _row(record: StepRecord, row: int) -> tuple[list[int], int, int]:
+    """Return one row's token ids, finish reason and stop token id."""
+    if record.num_tokens is None:
+        token_ids = [record.token_ids[row]]
+    else:
+        assert record.token_offsets is not None
+        start = record.token_offsets[row]
+        token_ids = record.token_ids[start : start + record.num_tokens[row]]
+    if record.finish_reasons is None:
+        return token_ids, 0, -1
+    assert record.stop_token_ids is not None
+    return token_ids, record.finish_reasons[row], record.stop_token_ids[row]
+
+
+def _note_first(state: RequestState, first: FirstRows, row: int) -> None:
+    if first.queued_ns[row]:
+        state.collector.num_cached_tokens = first.num_cached_tokens[row]
+
+
+def abort_all(processor: OutputProcessor, request_ids: Iterable[str]) -> list[int]:
+    """End every sequence of several request ids; return their handles."""
+    return [handle for request_id in request_ids for handle in processor.abort(request_id)]

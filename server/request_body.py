@@ -1,0 +1,79 @@
+"""Reading a request's JSON body: size limit, strict decoding, and errors that name the field and its value."""
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from server.errors import BodyTooLargeError, RequestError
+
+T = TypeVar("T")
+
+_AT_PATH = re.compile(r" - at `\$(.*)`$")
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
+
+
+async def read_body(request: Request, kind: type[T], max_bytes: int) -> T:
+    """Return the request's body as a `kind`.
+
+    Raises:
+        RequestError: If it is not JSON of this kind, or its content type is not application/json.
+        BodyTooLargeError: If it exceeds `max_bytes`.
+    """
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise RequestError(f"Content-Type is {content_type!r}: must be application/json")
+    return decode(await _read(request, max_bytes), kind)
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Return JSON as a `kind`; strict: no NaN, no Infinity, no lone surrogates, no type coercion.
+
+    Raises:
+        RequestError: Naming the field and its value where there is one.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as exc:
+        raise _field_error(body, str(exc)) from exc
+    except msgspec.DecodeError as exc:
+        raise RequestError(f"the body is not valid JSON: {exc}") from exc
+    except UnicodeDecodeError as exc:
+        raise RequestError(f"the body is not valid UTF-8: {exc.reason} at byte {exc.start}") from exc
+    except RecursionError as exc:
+        raise RequestError("the body is nested too deeply: flatten it") from exc
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > max_bytes:
+        raise BodyTooLargeError(f"the body has {length} bytes: at most {max_bytes}")
+    parts, num_bytes = [], 0
+    async for part in request.stream():
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
+            raise BodyTooLargeError(f"the body exceeds the limit of {max_bytes} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _field_error(body: bytes, message: str) -> RequestError:
+    match = _AT_PATH.search(message)
+    path = match[1].lstrip(".") if match else ""
+    reason = _AT_PATH.sub("", message)
+    if not path:
+        return RequestError(f"the body is wrong: {reason}", param=None)
+    return RequestError(f"{path} is {_value_at(body, match[1] if match else '')}: {reason}", param=path)
+
+
+def _value_at(body: bytes, path: str) -> str:
+    """Return the value at a msgspec path, for an error message; never raises."""
+    try:
+        value: Any = msgspec.json.decode(body)
+        for name, index in _STEP.findall(path):
+            value = value[name] if name else value[int(index)]
+        shown = msgspec.json.encode(value).decode()
+    except (msgspec.MsgspecError, LookupError, TypeError, ValueError, RecursionError):
+        return "not readable"
+    return shown if len(shown) <= 100 else f"{shown[:100]}..."

@@ -1,0 +1,81 @@
+"""One request's sampling parameters, validated: what the model's vocabulary and context say comes in InputProcessor."""
+
+import math
+import secrets
+from dataclasses import dataclass, replace
+
+from server.errors import RequestError
+
+MAX_N = 128
+MAX_STOP_STRINGS = 4
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+_GREEDY_BELOW = 1e-5
+_INT64 = 2**63
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How to choose tokens, and when to end.
+
+    `max_tokens` None means: to the end of the context. `seed` None draws one. Temperature 0 is greedy.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise RequestError for a value out of its range."""
+        _check(1 <= self.n <= MAX_N, "n", self.n, f"must be from 1 to {MAX_N}")
+        _check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be at least 1")
+        _check(self.min_tokens >= 0, "min_tokens", self.min_tokens, "must be at least 0")
+        # `not (a <= x <= b)` and not `x < a`, which NaN passes
+        _check(0 <= self.temperature <= 2, "temperature", self.temperature, "must be from 0 to 2")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0 and at most 1")
+        _check(-1 <= self.top_k < 2**31, "top_k", self.top_k, "must be at least 1, or 0 or -1 to switch it off")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "must be from 0 to 1")
+        _check(self.seed is None or -_INT64 <= self.seed < _INT64, "seed", self.seed, "must be a 64-bit integer")
+        _check(self.n == 1 or not self.is_greedy, "n", self.n, "must be 1 with temperature 0: all would be the same")
+        self._check_stops()
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < _GREEDY_BELOW
+
+    def seeds(self) -> list[int]:
+        """Return a 64-bit seed for each of the n sequences: seed, seed + 1, ..., or fresh ones."""
+        first = secrets.randbits(64) if self.seed is None or self.seed == -1 else self.seed
+        return [(first + i) % 2**64 for i in range(self.n)]
+
+    def without_duplicates(self) -> "SamplingParams":
+        """Return the same parameters with each stop string and stop token id once, in order."""
+        return replace(
+            self, stop=tuple(dict.fromkeys(self.stop)), stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids))
+        )
+
+    def _check_stops(self) -> None:
+        _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS}")
+        for stop in self.stop:
+            _check(stop != "", "stop", stop, "must not hold an empty string: it is in every text")
+            limit = f"must hold strings of at most {MAX_STOP_STRING_CHARS} characters"
+            _check(len(stop) <= MAX_STOP_STRING_CHARS, "stop", f"a string of {len(stop)}", limit)
+        count = len(self.stop_token_ids)
+        _check(count <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"{count} ids", f"at most {MAX_STOP_TOKEN_IDS}")
+
+
+def _check(is_valid: bool, name: str, value: object, rule: str) -> None:
+    if not is_valid:
+        shown = "NaN" if isinstance(value, float) and math.isnan(value) else repr(value)
+        raise RequestError(f"{name} is {shown}: {rule}", param=name)

@@ -1,0 +1,139 @@
+"""What every generating endpoint does with validated requests: stream them, or collect them; and abort with the client.
+
+The handler's own task only waits for the end or the disconnect.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from starlette.types import Receive, Scope, Send
+
+from server.async_llm import AsyncLLM
+from server.collector import RequestOutputCollector
+from server.errors import NotFoundError, ServerError
+from server.input_processor import ProcessedRequest
+from server.openai_protocol import StreamOptions
+from server.outputs import RequestOutput
+from server.sink import open_sink, until_disconnect
+from server.sse import ChunkFormat, EventStream, StreamIdentity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Serving:
+    """What the endpoints share."""
+
+    llm: AsyncLLM
+    model_names: tuple[str, ...]  # the first is the one that responses report
+    version: str
+    max_body_bytes: int
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not served.
+
+        Raises:
+            NotFoundError: Naming those that are.
+        """
+        if name is not None and name not in self.model_names:
+            served = ", ".join(self.model_names)
+            raise NotFoundError(f"model is {name!r}: this server has {served}", param="model")
+
+    def identity(self, response_id: str) -> StreamIdentity:
+        """Return what all chunks of one response have in common."""
+        return StreamIdentity(
+            response_id=response_id,
+            created=int(time.time()),
+            model=self.model_names[0],
+            fingerprint=f"ringserve-{self.version}",
+        )
+
+
+class StreamResponse:
+    """An ASGI response that streams requests' tokens as server-sent events, in one stream, by choice index."""
+
+    def __init__(
+        self, llm: AsyncLLM, requests: list[ProcessedRequest], form: ChunkFormat, options: StreamOptions | None
+    ) -> None:
+        self._llm = llm
+        self._requests = requests
+        self._form = form
+        self._options = options or StreamOptions()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run until the stream has ended or the client is gone."""
+        sink = open_sink(scope, send)
+        stream = EventStream(
+            sink,
+            self._form,
+            num_choices=sum(request.params.n for request in self._requests),
+            num_prompt_tokens=[len(request.prompt_token_ids) for request in self._requests],
+            include_usage=bool(self._options.include_usage),
+            continuous_usage=bool(self._options.continuous_usage_stats),
+        )
+        collectors: list[RequestOutputCollector] = []
+        try:
+            _submit(self._llm, self._requests, collectors, stream)
+            sink.on_writable = _Flush(collectors)
+            for collector in collectors:
+                collector.attach(stream)
+            await sink.wait_closed(receive)
+        finally:
+            sink.on_writable = None
+            for collector in collectors:
+                self._llm.release(collector)
+
+
+class _Flush:
+    """Pushes what has merged while the client was slow."""
+
+    def __init__(self, collectors: list[RequestOutputCollector]) -> None:
+        self._collectors = collectors
+
+    def __call__(self) -> None:
+        for collector in self._collectors:
+            collector.flush()
+
+
+def _submit(
+    llm: AsyncLLM, requests: list[ProcessedRequest], collectors: list[RequestOutputCollector], stream: EventStream
+) -> None:
+    try:
+        for request in requests:
+            collectors.append(llm.submit(request))
+    except ServerError as exc:
+        stream.fail(exc)
+
+
+class ClientGoneError(ServerError):
+    """The client has closed its connection; nobody reads the response."""
+
+    status = 499
+    type = "ClientGoneError"
+
+
+async def collect(llm: AsyncLLM, requests: list[ProcessedRequest], receive: Receive) -> list[RequestOutput]:
+    """Return the final output of each request; a client that goes away aborts them all at once.
+
+    Raises:
+        ClientGoneError: If it did.
+        ServerError: The first error of any of them; the others are aborted.
+    """
+    collectors: list[RequestOutputCollector] = []
+
+    def abort(_: object) -> None:
+        for collector in collectors:
+            llm.release(collector)
+            collector.put_error(ClientGoneError("the client has closed its connection"))
+
+    listener = asyncio.ensure_future(until_disconnect(receive))
+    listener.add_done_callback(abort)
+    try:
+        for request in requests:
+            collectors.append(llm.submit(request))
+        return [await collector.get() for collector in collectors]
+    finally:
+        listener.remove_done_callback(abort)
+        listener.cancel()
+        for collector in collectors:
+            llm.release(collector)

@@ -1,0 +1,108 @@
+"""Where a response's bytes go: straight to the connection's transport, or through plain ASGI where that is not offered.
+
+The transport way is offered by http_protocol.py as the scope extension EXTENSION. Loop thread only.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from starlette.types import Message, Receive, Scope, Send
+
+EXTENSION = "ringserve.sink"
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Sink(Protocol):
+    """One response's way to its client. `open`, any number of `write`, `finish`; none of them suspends.
+
+    Attributes:
+        on_writable: Called when `is_writable` has become true again.
+    """
+
+    on_writable: Callable[[], None] | None
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the client keeps up: while it is False, hold output back and merge it."""
+
+    def open(self, status: int, headers: Headers) -> None:
+        """Send status and headers, together with the first write."""
+
+    def write(self, data: bytes) -> None:
+        """Send body bytes."""
+
+    def finish(self) -> None:
+        """End the response."""
+
+    async def wait_closed(self, receive: Receive) -> None:
+        """Return when the response has ended or its client is gone."""
+
+
+def open_sink(scope: Scope, send: Send) -> Sink:
+    """Return the best way to the client that this server offers."""
+    factory: Callable[[], Sink] | None = scope.get("extensions", {}).get(EXTENSION)
+    return AsgiSink(send) if factory is None else factory()
+
+
+class AsgiSink:
+    """Plain ASGI `send` from the request's task, for other servers and for test clients."""
+
+    def __init__(self, send: Send) -> None:
+        self.on_writable: Callable[[], None] | None = None
+        self._send = send
+        self._messages: deque[Message] = deque()
+        self._has_messages = asyncio.Event()
+        self._is_finished = False
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether everything written before is sent."""
+        return not self._has_messages.is_set()
+
+    def open(self, status: int, headers: Headers) -> None:
+        """Queue the start of the response; the first write sends it."""
+        self._messages.append({"type": "http.response.start", "status": status, "headers": headers})
+
+    def write(self, data: bytes) -> None:
+        """Queue body bytes and wake the task."""
+        self._messages.append({"type": "http.response.body", "body": data, "more_body": True})
+        self._has_messages.set()
+
+    def finish(self) -> None:
+        """Queue the end and wake the task."""
+        self._messages.append({"type": "http.response.body", "body": b"", "more_body": False})
+        self._is_finished = True
+        self._has_messages.set()
+
+    async def wait_closed(self, receive: Receive) -> None:
+        """Send what is written, until it is finished or the client is gone."""
+        tasks = [asyncio.ensure_future(self._send_all()), asyncio.ensure_future(until_disconnect(receive))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(asyncio.CancelledError):
+            tasks[0].result()
+
+    async def _send_all(self) -> None:
+        while True:
+            await self._has_messages.wait()
+            while self._messages:
+                await self._send(self._messages.popleft())
+            if self._is_finished:
+                return
+            self._has_messages.clear()
+            if self.on_writable is not None:
+                self.on_writable()
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Return once the client is gone or the response complete. Never polls `is_disconnected`."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,126 @@
+"""The model's tokenizer and its special tokens, from JSON files; never AutoTokenizer, which imports torch's world."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer as LibraryTokenizer
+
+from server.chat_template import ChatTemplate
+from server.detokenizer import Detokenizer, StreamDetokenizer, TableDetokenizer
+from server.errors import StartupError
+from server.token_table import make_tables
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to token ids and back, for one model.
+
+    Attributes:
+        vocab_size: Ids that the tokenizer has; the model's vocabulary may be larger.
+        eos_token_id: From tokenizer_config.json, or None.
+        longest_token: Characters of the longest token: a text of n characters has at least n / longest_token tokens.
+    """
+
+    def __init__(self, library: LibraryTokenizer, special_tokens: dict[str, str]) -> None:
+        library.no_truncation()
+        library.no_padding()
+        self._library = library
+        self._tables = make_tables(library)
+        vocab = library.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.longest_token = max(map(len, vocab), default=1)
+        self.special_tokens = special_tokens
+        self.eos_token_id: int | None = vocab.get(special_tokens.get("eos_token", ""))
+
+    @classmethod
+    def load(cls, path: Path) -> "Tokenizer":
+        """Load a tokenizer.json, and the tokenizer_config.json beside it if there is one.
+
+        Raises:
+            StartupError: If tokenizer.json is missing or broken.
+        """
+        if not path.is_file():
+            raise StartupError(
+                f"there is no {path}, and tokenizer.json is the only tokenizer format that is read: make one with "
+                "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            )
+        try:
+            library = LibraryTokenizer.from_file(str(path))
+        except Exception as exc:  # the library raises Exception itself
+            raise StartupError(f"{path} is no valid tokenizer.json: {exc}") from exc
+        return cls(library, _special_tokens(read_json(path.with_name("tokenizer_config.json"))))
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the text's token ids. Releases the GIL for long texts, so it may run on a thread."""
+        return list(self._library.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of a whole sequence."""
+        return str(self._library.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
+        """Return a new incremental detokenizer for the output of this prompt."""
+        if self._tables is None:
+            return StreamDetokenizer(self._library, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        return TableDetokenizer(self._tables[skip_special_tokens], prompt_token_ids)
+
+
+def load_chat_template(directory: Path, override: str | None, special_tokens: dict[str, str]) -> ChatTemplate | None:
+    """Return the model's chat template, or None if it has none.
+
+    Args:
+        directory: The model's.
+        override: A file's path, or Jinja source; wins over the model's own.
+        special_tokens: For the template to use.
+
+    Raises:
+        StartupError: If the template is missing or not valid.
+    """
+    source = _template_source(directory) if override is None else _override_source(override)
+    return None if source is None else ChatTemplate(source, special_tokens)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, {} if there is no such file.
+
+    Raises:
+        StartupError: If it is not a JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.MsgspecError as exc:
+        raise StartupError(f"{path} is not a JSON object: {exc}") from exc
+
+
+def _template_source(directory: Path) -> str | None:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text()
+    template = read_json(directory / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):  # several named ones
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template
+
+
+def _override_source(override: str) -> str:
+    if "{" in override:
+        return override
+    try:
+        return Path(override).read_text()
+    except OSError as exc:
+        raise StartupError(f"--chat-template {override!r} is neither Jinja source nor a readable file: {exc}") from exc
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name in _SPECIAL_TOKENS:
+        value = config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            tokens[name] = content
+    return tokens
