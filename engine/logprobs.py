@@ -1,0 +1,73 @@
+"""Logprobs of sampled tokens, from the logits as the model gave them: before masks, temperature and filters."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.request import Request
+from shm_transport.step import LogprobColumns
+
+
+@dataclass(slots=True, frozen=True)
+class RawLogits:
+    """A copy of the logits of those rows that want logprobs."""
+
+    logits: Tensor  # [num_wanting, vocab_size] fp32
+    index_of: dict[int, int]  # row of the batch -> row of `logits`
+
+
+def select_raw(logits: Tensor, requests: Sequence[Request]) -> RawLogits | None:
+    """Copy the rows that want logprobs, or return None if none does."""
+    rows = [row for row, request in enumerate(requests) if request.params.num_logprobs >= 0]
+    if not rows:
+        return None
+    return RawLogits(logits[rows], {row: index for index, row in enumerate(rows)})
+
+
+def logprob_columns(
+    raw: RawLogits | None, rows: Sequence[int], requests: Sequence[Request], token_ids: NDArray[np.int64]
+) -> LogprobColumns | None:
+    """Lay out the logprobs of sampled tokens, one a row.
+
+    Args:
+        raw: What `select_raw` kept.
+        rows: The batch rows of `requests`, for those that got a token.
+        requests: Those requests.
+        token_ids: [len(requests)], the sampled tokens.
+
+    Returns:
+        Columns over `requests`; entries are the sampled token, then the most likely ones. None if nobody wants any.
+    """
+    wanting = [index for index, row in enumerate(rows) if raw is not None and row in raw.index_of]
+    if raw is None or not wanting:
+        return None
+    logits = raw.logits[[raw.index_of[rows[index]] for index in wanting]]
+    columns = _LogprobRows(logits, token_ids[wanting], max(requests[index].params.num_logprobs for index in wanting))
+    num_entries = np.zeros(len(requests), np.uint8)
+    ranks = np.zeros(len(requests), np.int32)
+    ranks[wanting] = columns.ranks
+    num_entries[wanting] = [1 + requests[index].params.num_logprobs for index in wanting]
+    lengths = [int(num_entries[index]) for index in wanting]
+    return LogprobColumns(
+        num_entries=num_entries,
+        token_ids=np.concatenate([ids[:n] for ids, n in zip(columns.token_ids, lengths, strict=True)]),
+        logprobs=np.concatenate([values[:n] for values, n in zip(columns.logprobs, lengths, strict=True)]),
+        sampled_ranks=ranks,
+    )
+
+
+class _LogprobRows:
+    """Sampled token and the `num_top` most likely ones of each row, as [num_rows, 1 + num_top] arrays."""
+
+    def __init__(self, logits: Tensor, sampled: NDArray[np.int64], num_top: int) -> None:
+        own_ids = torch.from_numpy(sampled).to(logits.device)[:, None]
+        own = logits.gather(1, own_ids)
+        top, top_ids = logits.topk(num_top, dim=1)
+        normalizer = logits.logsumexp(dim=1, keepdim=True)
+        self.token_ids = torch.cat((own_ids, top_ids), dim=1).to(torch.int32).cpu().numpy()
+        self.logprobs = (torch.cat((own, top), dim=1) - normalizer).cpu().numpy()
+        self.ranks = ((logits > own).sum(dim=1) + 1).cpu().numpy()

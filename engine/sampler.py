@@ -1,0 +1,246 @@
+"""From logits to one token a request. Rows are split once, so that greedy ones pay nothing for the others.
+
+Order for a row: mask of min_tokens, temperature, min_p, top_k, top_p, draw. The draw is a function of the request's
+seed and output index, so nobody's tokens depend on batch mates. All but the greedy path on CPUs is torch, on the device
+of the logits.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name it has everywhere
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.logprobs import logprob_columns, select_raw
+from engine.request import Request
+from engine.rng import uniforms
+from shm_transport.messages import AddRequest
+from shm_transport.step import LogprobColumns
+
+GREEDY_BELOW = 1e-5  # temperature
+_SHORTLIST = 128  # candidates looked at first; sorting a vocabulary of 49,152 takes ten times as long
+_WIDEN = 8
+_BLOCK = 256  # columns summed up at once when a running sum is inverted
+
+
+@dataclass(slots=True, frozen=True)
+class Samples:
+    """What a step's logits gave. Requests that failed are in `failures` alone."""
+
+    requests: list[Request]
+    token_ids: NDArray[np.int64]  # [len(requests)]
+    logprobs: LogprobColumns | None
+    failures: dict[int, str]  # handle -> why
+
+
+@dataclass(slots=True, frozen=True)
+class Filters:
+    """Sampling parameters of some rows as columns, [num_rows] each, on the logits' device."""
+
+    temperature: Tensor  # fp32
+    top_k: Tensor  # int64, vocab_size where off
+    top_p: Tensor  # fp64
+    log_min_p: Tensor | None  # fp32, -inf where off; None where no row has it
+
+    @classmethod
+    def of(cls, params: Sequence[AddRequest], vocab_size: int, device: torch.device) -> "Filters":
+        """Collect the columns from the requests' parameters."""
+        top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+        min_p = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)
+        return cls(
+            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+            top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
+            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
+            log_min_p=min_p.log() if any(p.min_p > 0.0 for p in params) else None,
+        )
+
+    def take(self, rows: Tensor) -> "Filters":
+        """Return the columns of some rows."""
+        log_min_p = None if self.log_min_p is None else self.log_min_p[rows]
+        return Filters(self.temperature[rows], self.top_k[rows], self.top_p[rows], log_min_p)
+
+
+def sample(logits: Tensor, requests: Sequence[Request]) -> Samples:
+    """Choose each request's next token.
+
+    Args:
+        logits: [len(requests), vocab_size] fp32; overwritten.
+        requests: In the order of the rows.
+    """
+    raw = select_raw(logits, requests)
+    _mask_early_ends(logits, requests)
+    token_ids, is_finite = _greedy(logits)
+    _draw_rows(logits, requests, token_ids, is_finite)
+    rows = [row for row in range(len(requests)) if is_finite[row]]
+    kept = [requests[row] for row in rows]
+    failed = [request.handle for row, request in enumerate(requests) if not is_finite[row]]
+    failures = dict.fromkeys(failed, "the model's logits are not finite: the weights or the dtype overflow")
+    return Samples(kept, token_ids[rows], logprob_columns(raw, rows, kept, token_ids[rows]), failures)
+
+
+def _mask_early_ends(logits: Tensor, requests: Sequence[Request]) -> None:
+    """Forbid EOS and stop tokens where min_tokens are not there yet."""
+    rows: list[int] = []
+    columns: list[int] = []
+    for row, request in enumerate(requests):
+        if request.num_output_tokens >= request.params.min_tokens:
+            continue
+        ends = (request.params.eos_token_id, *request.params.stop_token_ids)
+        forbidden = [token_id for token_id in ends if 0 <= token_id < logits.shape[1]]
+        rows += [row] * len(forbidden)
+        columns += forbidden
+    if rows:
+        logits[rows, columns] = float("-inf")
+
+
+def _greedy(logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return each row's most likely token, the lowest id among equals, and whether its logit is a number.
+
+    A NaN anywhere in a row, or an infinity, is its maximum: no other look at the row is needed. Numpy's argmax is 9 to
+    25 times faster than torch's on CPUs.
+    """
+    if logits.device.type == "cpu":
+        numbers = logits.numpy()
+        token_ids = numbers.argmax(axis=1)
+        return token_ids, np.isfinite(numbers[np.arange(len(numbers)), token_ids])
+    best = logits.argmax(dim=1)
+    is_finite = logits.gather(1, best[:, None]).squeeze(1).isfinite()
+    return best.cpu().numpy(), is_finite.cpu().numpy()
+
+
+def _draw_rows(
+    logits: Tensor, requests: Sequence[Request], token_ids: NDArray[np.int64], is_finite: NDArray[np.bool_]
+) -> None:
+    """Replace the greedy choice by a draw in the rows that want one."""
+    whole: list[int] = []
+    filtered: list[int] = []
+    for row, request in enumerate(requests):
+        if request.params.temperature >= GREEDY_BELOW and is_finite[row]:
+            group = filtered if _needs_order(request.params, logits.shape[1]) else whole
+            group.append(row)
+    for rows, draw in ((whole, draw_from_all), (filtered, draw_from_shortlist)):
+        if rows:
+            chosen = [requests[row] for row in rows]
+            filters = Filters.of([request.params for request in chosen], logits.shape[1], logits.device)
+            numbers = _uniforms(chosen, logits.device)
+            own = logits if len(rows) == len(requests) else logits[rows]
+            token_ids[rows] = draw(scale_(own, filters), filters, numbers).cpu().numpy()
+
+
+def _needs_order(params: AddRequest, vocab_size: int) -> bool:
+    return params.top_p < 1.0 or 0 < params.top_k < vocab_size
+
+
+def _uniforms(requests: Sequence[Request], device: torch.device) -> Tensor:
+    seeds = np.array([request.params.seed for request in requests], np.uint64)
+    indexes = np.array([request.num_output_tokens for request in requests], np.uint64)
+    return torch.from_numpy(uniforms(seeds, indexes)).to(device)
+
+
+def scale_(logits: Tensor, filters: Filters) -> Tensor:
+    """Apply temperature and min_p in place: 0 for a row's most likely token, -inf for those left out."""
+    logits.sub_(logits.amax(dim=1, keepdim=True)).div_(filters.temperature[:, None])
+    if filters.log_min_p is not None:
+        logits.masked_fill_(logits < filters.log_min_p[:, None], float("-inf"))
+    return logits
+
+
+def draw_from_all(scaled: Tensor, filters: Filters, numbers: Tensor) -> Tensor:  # noqa: ARG001 - one signature
+    """Draw one token a row from everything that is left, [num_rows]."""
+    return _invert(scaled.exp(), numbers)
+
+
+def draw_from_shortlist(scaled: Tensor, filters: Filters, numbers: Tensor) -> Tensor:
+    """Draw one token a row from what top_k and top_p leave, [num_rows]."""
+    drawn = torch.empty(len(scaled), dtype=torch.int64, device=scaled.device)
+    for rows, token_ids, weights in shortlists(scaled, filters):
+        places = _invert(weights, numbers[rows])
+        drawn[rows] = token_ids.gather(1, places[:, None]).squeeze(1)
+    return drawn
+
+
+def shortlists(scaled: Tensor, filters: Filters) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Find each row's candidates under top_k and top_p, the most likely first, the lowest id first among equals.
+
+    Yields:
+        Groups of rows: their numbers [n], candidates [n, size] and weights [n, size] fp64, 0 for what is left out. A
+        row comes in the first group whose size provably holds all that it keeps.
+    """
+    rows = torch.arange(len(scaled), device=scaled.device)
+    mass = scaled.exp().sum(dim=1, dtype=torch.float64)
+    size = min(_SHORTLIST, scaled.shape[1])
+    while len(rows):
+        values, token_ids = _largest(scaled[rows], size)
+        weights = _weigh(values, mass[rows], filters.take(rows))
+        is_settled = _is_settled(values, weights, filters.top_k[rows], scaled.shape[1])
+        yield rows[is_settled], token_ids[is_settled], weights[is_settled]
+        rows = rows[~is_settled]
+        size = min(size * _WIDEN, scaled.shape[1])
+
+
+def _largest(scaled: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the `size` largest values of each row and their columns, falling, the lowest column first among equals."""
+    if size == scaled.shape[1]:
+        values, columns = scaled.sort(dim=1, descending=True, stable=True)
+        return values, columns
+    columns = scaled.topk(size, dim=1).indices.sort(dim=1).values
+    values, order = scaled.gather(1, columns).sort(dim=1, descending=True, stable=True)
+    return values, columns.gather(1, order)
+
+
+def _weigh(values: Tensor, mass: Tensor, filters: Filters) -> Tensor:
+    """Weights of sorted values: top_k cuts by place, then top_p by the mass that goes before, of what top_k left."""
+    weights = values.exp().double()
+    weights *= torch.arange(values.shape[1], device=values.device) < filters.top_k[:, None]
+    if_cut = weights.sum(dim=1)
+    total = torch.where(filters.top_k <= values.shape[1], if_cut, mass)
+    before = weights.cumsum(dim=1) - weights
+    is_kept = (before < (filters.top_p * total)[:, None]) | (filters.top_p >= 1.0)[:, None]
+    return weights * is_kept
+
+
+def _is_settled(values: Tensor, weights: Tensor, top_k: Tensor, vocab_size: int) -> Tensor:
+    """Whether nothing outside of the shortlist can belong to a row's candidates.
+
+    True if the last one kept is larger than the last one listed, so that not even an equal stands outside. With top_k
+    beyond the list only top_p can have cut, by the mass of the whole row: that is settled if top_k is off.
+    """
+    size = values.shape[1]
+    if size == vocab_size:
+        return torch.ones(len(values), dtype=torch.bool, device=values.device)
+    num_kept = (weights > 0).sum(dim=1).clamp_(min=1)
+    last_kept = values.gather(1, (num_kept - 1)[:, None]).squeeze(1)
+    knows_total = (top_k <= size) | (top_k == vocab_size)
+    return knows_total & (last_kept > values[:, -1])
+
+
+def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
+    """Return the column at which each row's running sum passes its share `numbers` of the total, [num_rows].
+
+    In two levels, blocks of columns and then the columns of one block: a double-precision running sum over 32 rows of
+    49,152 columns took 14 ms, this takes under 1.
+    """
+    num_rows, num_columns = weights.shape
+    blocks = F.pad(weights, (0, -num_columns % _BLOCK)).view(num_rows, -(-num_columns // _BLOCK), _BLOCK)
+    sums = blocks.sum(dim=2, dtype=torch.float64)
+    block, rest = _pass(sums, numbers * sums.sum(dim=1))
+    chosen = blocks[torch.arange(num_rows, device=weights.device), block].double()
+    column, _ = _pass(chosen, rest)
+    return block * _BLOCK + column
+
+
+def _pass(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the column at which each row's running sum passes `target`, and how much of the target is left before it.
+
+    The target is kept below the total, so the column found always has weight: its own running sum is above the target,
+    the one before it is not.
+    """
+    running = weights.cumsum(dim=1)
+    total = running[:, -1]
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    column = torch.searchsorted(running, target[:, None], right=True)
+    before = running.gather(1, column) - weights.gather(1, column)
+    return column.squeeze(1), (target - before.squeeze(1)).clamp_(min=0.0)

@@ -1,0 +1,347 @@
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.interface import RequestFailedError
+from shm_transport.records import FinishReason
+
+TinyModels = Callable[[str], Any]
+MakeDriver = Callable[..., Any]
+ARCHITECTURES = ("llama", "qwen2", "gpt2", "gemma2", "mistral", "gpt_oss")
+
+
+def prompts(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 300, length).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_equals_generate_in_a_batch_of_mixed_lengths(
+    name: str, tiny_model: TinyModels, make_driver: MakeDriver
+) -> None:
+    tiny = tiny_model(name)
+    driver = make_driver(tiny.config())
+    wanted = {}
+    for handle, prompt in enumerate(prompts(1, (5, 23, 1, 40))):
+        wanted[handle] = tiny.generate(prompt, 8 + 6 * handle)  # they end at different steps
+        driver.add(handle, prompt, max_tokens=8 + 6 * handle)
+    driver.run()
+    assert driver.tokens == wanted
+    assert len(set().union(*wanted.values())) > 10  # the models are not stuck on a token
+    assert driver.is_idle_and_empty()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_equals_generate_alone(name: str, tiny_model: TinyModels, make_driver: MakeDriver) -> None:
+    tiny = tiny_model(name)
+    driver = make_driver(tiny.config(max_num_seqs=1))
+    for handle, prompt in enumerate(prompts(2, (3, 30))):  # one seat: the second runs after the first
+        driver.add(handle, prompt)
+        assert driver.core.limits()["max_model_len"] == 96
+    driver.run()
+    assert driver.tokens == {n: tiny.generate(prompt, 16) for n, prompt in enumerate(prompts(2, (3, 30)))}
+
+
+@pytest.mark.parametrize("join_after", [0, 1, 2, 5, 9])
+def test_a_late_joiner_and_those_it_joins_get_what_they_get_alone(
+    join_after: int, tiny_model: TinyModels, make_driver: MakeDriver
+) -> None:
+    tiny = tiny_model("llama")
+    driver = make_driver(tiny.config())
+    first, second, late = prompts(3, (12, 4, 19))
+    driver.add(0, first, max_tokens=20)
+    driver.add(1, second, max_tokens=7)  # gone before the latest joiner comes
+    for _ in range(join_after):
+        driver.step()
+    driver.add(2, late, max_tokens=11)
+    step = driver.step()
+    assert 2 in step.handles.tolist()  # it joins at the very next step
+    driver.run()
+    assert driver.tokens == {
+        0: tiny.generate(first, 20),
+        1: tiny.generate(second, 7),
+        2: tiny.generate(late, 11),
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_joins_and_aborts_over_reused_cache_slots_change_nobodys_tokens(
+    seed: int, tiny_model: TinyModels, make_driver: MakeDriver
+) -> None:
+    tiny = tiny_model("llama")
+    driver = make_driver(tiny.config(max_num_seqs=4, max_num_batched_tokens=20, kv_cache_tokens=150))
+    rng = random.Random(seed)
+    added: dict[int, tuple[list[int], int]] = {}
+    for handle in range(60):
+        if rng.random() < 0.4:
+            prompt = [rng.randrange(300) for _ in range(rng.randint(1, 30))]
+            added[handle] = prompt, rng.randint(1, 20)
+            driver.add(handle, prompt, max_tokens=added[handle][1])
+        elif rng.random() < 0.1 and added:
+            driver.core.abort([rng.choice(list(added))])
+        driver.step()
+    driver.run()
+    assert driver.is_idle_and_empty()
+    for handle, got in driver.tokens.items():
+        prompt, max_tokens = added[handle]
+        assert got == tiny.generate(prompt, max_tokens)[: len(got)]
+        assert (handle in driver.finishes) == (len(got) == max_tokens)
+
+
+def test_seeded_requests_get_the_same_tokens_alone_and_in_a_batch(
+    tiny_model: TinyModels, make_driver: MakeDriver
+) -> None:
+    tiny = tiny_model("llama")
+    params = [
+        {"temperature": 3.0, "seed": 11},
+        {"temperature": 3.0, "seed": 12, "top_k": 40},
+        {"temperature": 2.5, "seed": 13, "top_p": 0.9},
+        {"temperature": 3.0, "seed": 2**64 - 1, "min_p": 0.01},
+        {"temperature": 0.0},
+    ]
+    batch = make_driver(tiny.config())
+    for handle, (prompt, chosen) in enumerate(zip(prompts(4, (6, 9, 2, 14, 7)), params, strict=True)):
+        batch.add(handle, prompt, **chosen)
+    batch.run()
+    for handle, (prompt, chosen) in enumerate(zip(prompts(4, (6, 9, 2, 14, 7)), params, strict=True)):
+        alone = make_driver(tiny.config(max_num_seqs=1))
+        alone.add(handle, prompt, **chosen)
+        alone.run()
+        assert alone.tokens[handle] == batch.tokens[handle]
+
+
+def test_default_model_in_fp32_equals_generate(make_driver: MakeDriver) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from engine.default_model import default_model_directory
+
+    path = default_model_directory()
+    if not path.is_dir():
+        pytest.skip("the default model is not in the cache: run `ringserve pull`")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    texts = ("The capital of France is", "Once upon a time", "def add(a, b):\n    return")
+    driver = make_driver(EngineConfig(model=str(path), dtype="float32", device="cpu", max_model_len=256, num_threads=1))
+    wanted = {}
+    for handle, text in enumerate(texts):
+        ids = tokenizer(text, return_tensors="pt")
+        out = model.generate(**ids, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+        wanted[handle] = out[0, ids["input_ids"].shape[1] :].tolist()
+        driver.add(handle, ids["input_ids"][0].tolist())
+        driver.step()  # each joins one step later
+    driver.run()
+    assert driver.tokens == wanted
+
+
+def test_eos_ends_with_stop_and_no_token_id(make_driver: MakeDriver, fake_runner: Any) -> None:
+    driver = make_driver(runner=fake_runner)
+    driver.add(7, [1], eos_token_id=5, stop_token_ids=(5,))
+    driver.run()
+    assert driver.tokens[7] == [2, 3, 4, 5]
+    assert driver.finishes[7] == (FinishReason.STOP, -1)
+
+
+def test_stop_token_ends_with_stop_and_its_id(make_driver: MakeDriver, fake_runner: Any) -> None:
+    driver = make_driver(runner=fake_runner)
+    driver.add(7, [1], eos_token_id=9, stop_token_ids=(8, 4), max_tokens=3)  # the length is reached at the same token
+    driver.run()
+    assert driver.tokens[7] == [2, 3, 4]
+    assert driver.finishes[7] == (FinishReason.STOP, 4)
+
+
+def test_without_an_eos_only_the_length_ends(make_driver: MakeDriver, fake_runner: Any) -> None:
+    driver = make_driver(runner=fake_runner)
+    driver.add(7, [1], eos_token_id=-1, max_tokens=6)
+    driver.run()
+    assert driver.tokens[7] == [2, 3, 4, 5, 6, 7]
+    assert driver.finishes[7] == (FinishReason.LENGTH, -1)
+
+
+def test_a_full_context_ends_with_length(make_driver: MakeDriver, fake_runner: Any) -> None:
+    driver = make_driver(runner=fake_runner)
+    driver.add(7, [1] * 60, max_tokens=1000)
+    driver.run()
+    assert len(driver.tokens[7]) == 4
+    assert driver.finishes[7] == (FinishReason.LENGTH, -1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01])
+def test_min_tokens_keeps_eos_and_stop_tokens_from_being_sampled(
+    temperature: float, make_driver: MakeDriver, fake_runner: Any
+) -> None:
+    driver = make_driver(runner=fake_runner)
+    ends = {"eos_token_id": 4, "stop_token_ids": (3, 99)}  # 99 is outside of the vocabulary: no matter
+    driver.add(7, [1], **ends, min_tokens=3, temperature=temperature)
+    driver.run()
+    # After 2 comes 3, which is masked: 2 is as likely as 4, which is masked too. Then the mask is off.
+    assert driver.tokens[7][:3] == [2, 2, 2]
+    assert driver.tokens[7][3:] == [3]
+    assert driver.finishes[7] == (FinishReason.STOP, 3)
+
+
+def test_first_rows_carry_stamps_once(make_driver: MakeDriver, fake_runner: Any) -> None:
+    driver = make_driver(runner=fake_runner)
+    driver.add(1, [1])
+    first = driver.step()
+    driver.add(2, [1])
+    second = driver.step()
+    third = driver.step()
+    assert first.first is not None
+    assert 0 < first.first.queued_ns[0] <= first.first.first_scheduled_ns[0] == first.scheduled_ns
+    assert second.first is not None
+    assert second.first.queued_ns[second.handles.tolist().index(1)] == 0
+    assert second.first.first_scheduled_ns[second.handles.tolist().index(2)] == second.scheduled_ns
+    assert third.first is None
+    assert third.finish_reasons is None
+    assert first.scheduled_ns <= first.forward_done_ns
+
+
+def test_figures_count_those_who_hold_seats_after_the_step(make_driver: MakeDriver, fake_runner: Any) -> None:
+    driver = make_driver(runner=fake_runner)
+    for handle in range(5):  # four seats
+        driver.add(handle, [1, 2], max_tokens=2)
+    step = driver.step()
+    assert (step.num_running, step.num_waiting, step.num_blocks_used, step.num_blocks) == (4, 1, 16, 1024)
+    step = driver.step()
+    assert (step.num_running, step.num_waiting, step.num_blocks_used) == (0, 1, 0)
+    driver.run()
+    assert driver.is_idle_and_empty()
+
+
+def test_abort_frees_cache_and_seat_and_lets_a_waiting_one_in(make_driver: MakeDriver, fake_runner: Any) -> None:
+    driver = make_driver(runner=fake_runner)
+    for handle in range(6):
+        driver.add(handle, [1], max_tokens=30)
+    driver.step()
+    driver.core.abort([1, 4, 999])  # one running, one waiting, one unknown
+    figures = driver.core.idle_step()
+    assert (figures.num_running, figures.num_waiting, figures.num_blocks_used) == (3, 1, 3 * 31)
+    assert sorted(driver.step().handles.tolist()) == [0, 2, 3, 5]
+    driver.run()
+    assert len(driver.tokens[1]) == 1
+    assert 4 not in driver.tokens
+    assert driver.is_idle_and_empty()
+
+
+def test_a_full_cache_makes_requests_wait_and_never_fail(make_driver: MakeDriver, fake_runner: Any) -> None:
+    fake_runner.num_slots = 64
+    driver = make_driver(runner=fake_runner)
+    for handle in range(4):
+        driver.add(handle, [1] * 10, max_tokens=20)  # 30 slots each: two at a time
+    assert driver.step().num_running == 2
+    driver.run()
+    assert [len(driver.tokens[handle]) for handle in range(4)] == [20] * 4
+    assert driver.is_idle_and_empty()
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_fail_one_request_alone(
+    params: dict[str, float], value: float, make_driver: MakeDriver, fake_runner: Any
+) -> None:
+    good_forward = fake_runner.forward
+
+    def forward(batch: Any) -> Any:
+        logits = good_forward(batch)
+        logits[batch.token_ids[batch.last_rows] == 3, 17] = value
+        return logits
+
+    fake_runner.forward = forward
+    driver = make_driver(runner=fake_runner)
+    driver.add(1, [10])
+    driver.add(2, [3], num_logprobs=1, **params)
+    driver.add(3, [15], num_logprobs=1)
+    step = driver.step()
+    assert step.handles.tolist() == [1, 3]
+    assert step.logprobs is not None
+    assert step.logprobs.num_entries.tolist() == [0, 2]
+    assert list(driver.failures) == [2]
+    assert "not finite" in driver.failures[2]
+    driver.run()
+    assert len(driver.tokens[1]) == len(driver.tokens[3]) == 16
+    assert driver.is_idle_and_empty()
+
+
+def test_a_forward_that_raises_fails_its_batch_and_the_engine_lives(
+    make_driver: MakeDriver, fake_runner: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = make_driver(runner=fake_runner)
+    for handle in range(5):
+        driver.add(handle, [1])
+    fake_runner.raises = RuntimeError("device lost")
+    step = driver.step()
+    assert step.handles.size == 0
+    assert (step.num_running, step.num_waiting, step.num_blocks_used) == (0, 1, 0)
+    assert sorted(driver.failures) == [0, 1, 2, 3]
+    assert "device lost" in driver.failures[0]
+    fake_runner.raises = None
+    driver.run()
+    assert driver.tokens[4] == list(range(2, 18))
+    assert driver.core.take_failures() == []
+    assert driver.is_idle_and_empty()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "match"),
+    [
+        ([], {}, "empty"),
+        ([1] * 64, {}, "64 tokens, max_model_len is 64"),
+        ([1, 32], {}, "vocabulary from 0 to 31"),
+        ([-1], {}, "vocabulary"),
+        ([1], {"max_tokens": 0}, "max_tokens"),
+        ([1], {"num_logprobs": 21}, "num_logprobs is 21"),
+        ([1], {"temperature": float("nan")}, "temperature nan"),
+        ([1], {"top_p": 0.0}, "top_p 0.0"),
+    ],
+)
+def test_a_request_that_can_never_run_is_refused_and_leaves_nothing(
+    prompt: list[int], params: dict[str, Any], match: str, make_driver: MakeDriver, fake_runner: Any
+) -> None:
+    driver = make_driver(runner=fake_runner)
+    with pytest.raises(RequestFailedError, match=match) as caught:
+        driver.add(5, prompt, **params)
+    assert caught.value.handle == 5
+    assert driver.is_idle_and_empty()
+
+
+def test_a_live_handle_is_refused_a_second_time(make_driver: MakeDriver, fake_runner: Any) -> None:
+    driver = make_driver(runner=fake_runner)
+    driver.add(5, [1])
+    with pytest.raises(RequestFailedError, match="in use"):
+        driver.add(5, [1])
+    driver.run()
+    assert len(driver.tokens[5]) == 16
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_adds_aborts_and_steps_leave_nothing_behind(
+    seed: int, make_driver: MakeDriver, fake_runner: Any
+) -> None:
+    rng = random.Random(seed)
+    fake_runner.num_slots = 100
+    driver = make_driver(runner=fake_runner)
+    aborted: set[int] = set()
+    wanted: dict[int, int] = {}
+    for handle in range(400):
+        action = rng.random()
+        if action < 0.4:
+            wanted[handle] = rng.randint(1, 12)
+            params = rng.choice([{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.6, "num_logprobs": 2}])
+            driver.add(handle, [rng.randrange(32)] * rng.randint(1, 30), max_tokens=wanted[handle], **params)
+        elif action < 0.5 and wanted:
+            chosen = rng.sample(sorted(wanted), min(3, len(wanted)))
+            aborted |= set(chosen) - set(driver.finishes)
+            driver.core.abort(chosen)
+        else:
+            driver.step()
+    driver.run()
+    assert driver.is_idle_and_empty()
+    assert driver.failures == {}
+    for handle, num_tokens in wanted.items():
+        got = len(driver.tokens.get(handle, []))
+        assert got < num_tokens if handle in aborted else got == num_tokens
