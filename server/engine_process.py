@@ -27,6 +27,7 @@ from shm_transport.waiter import StepWaiter
 
 logger = logging.getLogger(__name__)
 
+_READY_POLL_S = 0.005
 _STOP_TIMEOUT_S = 2.0  # from the order to shut down to SIGKILL
 _SHUTDOWN_CALL = json.dumps({"method": "shutdown"}).encode()
 
@@ -167,12 +168,15 @@ class EngineProcess:
         consumer = self.reader.consumer
         while True:
             has_ended = self.process.poll() is not None  # before the look: what it posted first is still drained
-            if consumer.wait(timeout_s=0.05):
+            if consumer.try_wait():
                 record = self.reader.read()
                 if isinstance(record, Message):
                     return record
-            elif has_ended and consumer.num_pending == 0:
+            elif has_ended:
                 raise StartupError(f"{self.death_cause()} while loading: its messages are above")
+            else:
+                # Not a semaphore wait: posix_ipc swallows what a signal handler raises in it, and Ctrl-C must end this.
+                time.sleep(_READY_POLL_S)
 
     def _unlink(self) -> None:
         for created in self._segments:

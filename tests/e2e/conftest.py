@@ -1,0 +1,129 @@
+"""The real server as a user starts it: its command line, its own process, its engine as a third."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shm_transport import process
+
+_URL = re.compile(r"http://[\d.]+:(\d+)/v1")
+CLI = [sys.executable, "-P", "-m", "server.cli"]
+
+
+class RunningServer:
+    """A `ringserve serve` process that is ready."""
+
+    def __init__(self, *arguments: str, command: list[str] = CLI) -> None:
+        self.process = subprocess.Popen(
+            [*command, "serve", "--port", "0", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        match = _URL.search(line)
+        if match is None:
+            _, stderr = self.process.communicate(timeout=30)
+            raise AssertionError(f"the server did not start: {line}{stderr}")
+        self.port = int(match[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.engine_pid = self._find_engine()
+        self.client = httpx.Client(base_url=self.url, timeout=60)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        response = self.post("/v1/completions", **body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def stream(self, path: str, **body: Any) -> list[Any]:
+        """Return a stream's events, parsed, [DONE] as a string; each event is one data line and a blank one."""
+        with self.client.stream("POST", path, json={**body, "stream": True}) as response:
+            raw = response.read().decode()
+            assert response.status_code == 200, raw
+        assert raw.endswith("\n\n")
+        events = raw[:-2].split("\n\n")
+        assert all(event.startswith("data: ") and "\n" not in event for event in events)
+        return [event[6:] if event == "data: [DONE]" else json.loads(event[6:]) for event in events]
+
+    def load(self) -> dict[str, int]:
+        return self.client.get("/load").json()
+
+    def stop(self, sig: signal.Signals = signal.SIGTERM, timeout_s: float = 60) -> int:
+        """End the server; return its exit status. Whatever happens, nothing is left."""
+        self.client.close()
+        self.process.send_signal(sig)
+        return self.wait(timeout_s)
+
+    def wait(self, timeout_s: float) -> int:
+        try:
+            _, self.stderr = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.communicate()
+            raise
+        return self.process.returncode
+
+    def leftovers(self) -> list[str]:
+        """Return what is still there of this server: its engine, its names in /dev/shm."""
+        names = [path.name for path in Path("/dev/shm").iterdir() if f"ringserve-{self.process.pid}-" in path.name]
+        return names + ([f"engine {self.engine_pid}"] if process.start_time(self.engine_pid) is not None else [])
+
+    def _find_engine(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        assert len(children) == 1, children
+        return int(children[0])
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> float:
+    """Poll a condition; return the seconds that it took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < timeout_s, f"not within {timeout_s} s"
+        time.sleep(0.005)
+    return time.monotonic() - started
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., RunningServer]]:
+    """Start servers; those that still run at the test's end are killed."""
+    servers: list[RunningServer] = []
+
+    def start(*arguments: str, **options: Any) -> RunningServer:
+        servers.append(RunningServer(*arguments, **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.client.close()
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server.engine_pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def synthetic() -> Iterator[RunningServer]:
+    """One free-running server with the synthetic engine for a whole module."""
+    server = RunningServer("--engine", "synthetic", "--max-model-len", "2048")
+    yield server
+    assert server.stop() == 0
+    assert server.leftovers() == []
+
+
+@pytest.fixture(scope="session")
+def wait() -> Callable[[Callable[[], bool], float], float]:
+    """wait_until, for test modules."""
+    return wait_until

@@ -1,0 +1,208 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+SYNTHETIC = ("--engine", "synthetic")
+SLOW = (*SYNTHETIC, "--step-time-ms", "20")
+CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}]}
+
+
+class StreamReader:
+    """Reads one stream on a thread; keeps its events and when the last one came."""
+
+    def __init__(self, url: str, **body: object) -> None:
+        self.events: list[str] = []
+        self.status = 0
+        self.ended_s = 0.0
+        self.is_cut = False
+        self._arguments = (url, body)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._read()
+        except httpx.TransportError:
+            self.is_cut = True
+        self.ended_s = time.monotonic()
+
+    def _read(self) -> None:
+        url, body = self._arguments
+        payload = {**CHAT, "stream": True, **body}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=payload, timeout=60) as response:
+            self.status = response.status_code
+            for line in response.iter_lines():
+                if line:
+                    self.events.append(line.removeprefix("data: "))
+
+    def join(self) -> None:
+        self._thread.join(timeout=60)
+        assert not self._thread.is_alive()
+
+
+def test_a_killed_engine_is_told_to_everyone_and_the_server_exits_with_1(start_server, wait) -> None:
+    server = start_server(*SLOW)
+    streams = [StreamReader(server.url, max_tokens=2000) for _ in range(5)]
+    answers: list[httpx.Response] = []
+    waiting = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=60))
+    )
+    waiting.start()
+    wait(lambda: all(len(stream.events) > 3 for stream in streams) and server.load()["num_requests_running"] == 6, 30)
+
+    os.kill(server.engine_pid, signal.SIGKILL)
+    died_s = time.monotonic()
+    for stream in streams:
+        stream.join()
+        assert stream.events[-1] == "[DONE]"
+        error = json.loads(stream.events[-2])["error"]
+        assert error["code"] == 503
+        assert "SIGKILL" in error["message"]
+    waiting.join()
+    assert answers[0].status_code == 503
+    assert answers[0].json()["error"]["type"] == "EngineDeadError"
+    told_s = max(stream.ended_s for stream in streams)
+    print(f"the last stream was told {told_s - died_s:.3f} s after the death")
+
+    asked_s = time.monotonic()
+    assert server.post("/v1/chat/completions", **CHAT, stream=True).status_code == 503
+    assert time.monotonic() - asked_s < 1
+    last_503_s = 0.0
+    try:
+        while True:
+            assert server.client.get("/health").status_code == 503
+            last_503_s = time.monotonic()
+            time.sleep(0.02)
+    except httpx.TransportError:
+        pass
+    assert server.wait(timeout_s=25) == 1
+    print(f"/health answered 503 for {last_503_s - told_s:.2f} s more; exit after {time.monotonic() - died_s:.2f} s")
+    assert last_503_s - told_s >= 1
+    assert time.monotonic() - died_s < 5 * 5
+    assert "killed by SIGKILL" in server.stderr
+    assert server.leftovers() == []
+
+
+def test_a_stream_without_a_first_token_gets_a_503_when_the_engine_dies(start_server, wait) -> None:
+    server = start_server(*SYNTHETIC, "--prefill-time-ms", "60000")
+    stream = StreamReader(server.url)
+    wait(lambda: server.load()["server_load"] == 1, 30)
+    os.kill(server.engine_pid, signal.SIGKILL)
+    stream.join()
+    assert stream.status == 503
+    assert json.loads(stream.events[0])["error"]["type"] == "EngineDeadError"
+    assert server.wait(timeout_s=25) == 1
+
+
+def test_an_idle_server_notices_the_death_and_exits(start_server) -> None:
+    server = start_server(*SYNTHETIC)
+    os.kill(server.engine_pid, signal.SIGKILL)
+    died_s = time.monotonic()
+    assert server.wait(timeout_s=25) == 1
+    print(f"exit {time.monotonic() - died_s:.2f} s after the death")
+
+
+def test_keep_alive_on_engine_death_stays_at_503(start_server, wait) -> None:
+    server = start_server(*SYNTHETIC, "--keep-alive-on-engine-death")
+    os.kill(server.engine_pid, signal.SIGKILL)
+    wait(lambda: server.client.get("/health").status_code == 503, 10)
+    time.sleep(3)
+    assert server.client.get("/health").status_code == 503
+    assert server.post("/v1/completions", prompt="a").status_code == 503
+    assert server.stop() == 0
+    assert server.leftovers() == []
+
+
+def test_a_stopped_engine_is_unhealthy_and_well_again_once_it_goes_on(start_server, wait) -> None:
+    server = start_server(*SYNTHETIC)
+    assert server.client.get("/health").status_code == 200
+    os.kill(server.engine_pid, signal.SIGSTOP)
+    print(f"unhealthy after {wait(lambda: server.client.get('/health').status_code == 503, 10):.2f} s")
+    os.kill(server.engine_pid, signal.SIGCONT)
+    wait(lambda: server.client.get("/health").status_code == 200, 10)
+    assert server.complete(prompt="a", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("arguments", [SYNTHETIC, SLOW])
+def test_a_killed_server_takes_its_engine_along(start_server, wait, arguments) -> None:
+    server = start_server(*arguments)
+    stream = StreamReader(server.url, max_tokens=2000) if arguments is SLOW else None
+    if stream is not None:
+        wait(lambda: len(stream.events) > 3, 30)
+    server.process.kill()
+    server.process.communicate()
+    elapsed_s = wait(lambda: server.leftovers() == [], 10)
+    print(f"nothing was left {elapsed_s:.3f} s after the server's death")
+
+
+def test_sigterm_lets_running_streams_finish(start_server, wait) -> None:
+    server = start_server(*SLOW)
+    stream = StreamReader(server.url, max_tokens=60)
+    wait(lambda: len(stream.events) > 3, 30)
+    assert server.stop() == 0
+    stream.join()
+    assert stream.events[-1] == "[DONE]"
+    assert json.loads(stream.events[-2])["choices"][0]["finish_reason"] == "length"
+    assert server.leftovers() == []
+    assert server.stderr == ""
+
+
+def test_sigterm_ends_streams_with_an_error_at_the_drain_timeout(start_server, wait) -> None:
+    server = start_server(*SLOW, "--drain-timeout", "1")
+    stream = StreamReader(server.url, max_tokens=2000)
+    wait(lambda: len(stream.events) > 3, 30)
+    started = time.monotonic()
+    assert server.stop() == 0
+    print(f"exit {time.monotonic() - started:.2f} s after SIGTERM with a drain timeout of 1 s")
+    stream.join()
+    assert stream.events[-1] == "[DONE]"
+    assert "shutting down" in json.loads(stream.events[-2])["error"]["message"]
+    assert server.leftovers() == []
+
+
+def test_a_client_that_stops_reading_does_not_hold_the_drain(start_server) -> None:
+    server = start_server(*SYNTHETIC, "--drain-timeout", "1", "--max-model-len", "1000000")
+    body = json.dumps({**CHAT, "stream": True, "max_tokens": 900000}).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        client.recv(1000)
+        started = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started < 5 * 3
+    assert server.leftovers() == []
+
+
+def test_a_second_sigterm_ends_at_once(start_server, wait) -> None:
+    server = start_server(*SLOW, "--drain-timeout", "600")
+    stream = StreamReader(server.url, max_tokens=2000)
+    wait(lambda: len(stream.events) > 3, 30)
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    started = time.monotonic()
+    server.stop()
+    assert time.monotonic() - started < 10
+    assert server.leftovers() == []
+    stream.join()
+    assert stream.is_cut
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.15, 0.3, 0.5])
+def test_sigterm_during_start_up_leaves_nothing(delay_s: float, wait) -> None:
+    code = "import sys; from server.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "serve", "--engine", "synthetic", "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    time.sleep(0.25 + delay_s)
+    server.terminate()
+    server.communicate(timeout=30)
+    time.sleep(0.1)
+    assert [path for path in Path("/dev/shm").iterdir() if f"ringserve-{server.pid}-" in path.name] == []
