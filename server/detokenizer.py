@@ -1,14 +1,15 @@
 """Incremental detokenizing: each token's text as soon as it is certain, in linear time, never taken back."""
 
 import codecs
+from itertools import islice
 from typing import Protocol
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from server.token_table import TokenTable
 
 _MAX_PENDING_BYTES = 3  # the longest incomplete UTF-8 sequence
+_MAX_CONTEXT_TOKENS = 32  # of the prompt: enough for a run of byte tokens
 
 
 class Detokenizer(Protocol):
@@ -45,25 +46,57 @@ class TableDetokenizer:
         return piece
 
     def _decode_bytes(self, data: bytes) -> str:
-        data = self._pending + data
-        text, consumed = codecs.utf_8_decode(data, "replace", False)
-        self._pending = data[consumed:]
+        text, self._pending = _decode_certain(self._pending + data)
         return text
 
 
 class StreamDetokenizer:
-    """For tokenizers without a table: the library's own stream, primed with the prompt."""
+    """For tokenizers without a table: the last tokens that had text, decoded again with each new one.
+
+    Not the library's DecodeStream: it repeats a prompt that ends with U+FFFD, waits for ever at a real U+FFFD, and
+    raises where ByteFallback, which spoils a whole run of bytes for one wrong byte, changes text that is already out.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> None:
+        added = tokenizer.get_added_tokens_decoder() if skip_special_tokens else {}
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(ids=prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        self._skipped = frozenset(token_id for token_id, token in added.items() if token.special)
+        last_ids = list(islice(filter(self._has_text, reversed(prompt_token_ids)), _MAX_CONTEXT_TOKENS))[::-1]
+        num_pending = self._num_incomplete(last_ids)
+        self._context = last_ids[: len(last_ids) - num_pending]
+        self._pending = last_ids[len(last_ids) - num_pending :]
 
     def decode(self, token_id: int) -> str:
         """Return the text that this token makes certain."""
         try:
-            return self._stream.step(self._tokenizer, token_id) or ""
+            if not self._has_text(token_id):
+                return ""
         except (TypeError, OverflowError) as exc:
             raise ValueError(f"token id {token_id} is no token id") from exc
+        self._pending.append(token_id)
+        before, text = self._text(self._context), self._text(self._context + self._pending)
+        if len(self._pending) <= _MAX_PENDING_BYTES and self._is_incomplete(text, token_id):
+            return ""
+        new = text[len(before) :] if text.startswith(before) else self._text(self._pending)
+        self._context, self._pending = self._pending, []
+        return new
+
+    def _has_text(self, token_id: int) -> bool:
+        return token_id not in self._skipped and self._tokenizer.id_to_token(token_id) is not None
+
+    def _text(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _is_incomplete(self, text: str, last_id: int) -> bool:
+        return text.endswith("\ufffd") and "\ufffd" not in str(self._tokenizer.id_to_token(last_id))
+
+    def _num_incomplete(self, token_ids: list[int]) -> int:
+        """Return how many tokens at the end are the beginning of one character."""
+        for num_pending in range(min(_MAX_PENDING_BYTES, len(token_ids)) + 1):
+            kept = token_ids[: len(token_ids) - num_pending]
+            if not kept or not self._is_incomplete(self._text(kept), kept[-1]):
+                return num_pending
+        return 0
 
 
 def _incomplete_tail(table: TokenTable, token_ids: list[int]) -> bytes:
@@ -72,5 +105,13 @@ def _incomplete_tail(table: TokenTable, token_ids: list[int]) -> bytes:
         if len(tail) >= _MAX_PENDING_BYTES:
             break
         tail = table.bytes_of(token_id) + tail
-    tail = tail[-_MAX_PENDING_BYTES:]
-    return tail[codecs.utf_8_decode(tail, "replace", False)[1] :]
+    return _decode_certain(tail[-_MAX_PENDING_BYTES:])[1]
+
+
+def _decode_certain(data: bytes) -> tuple[str, bytes]:
+    """Return the text that no later byte can change, and the incomplete character after it."""
+    text, consumed = codecs.utf_8_decode(data, "replace", False)
+    pending = data[consumed:]
+    if pending[:1] == b"\xed" and pending[1:2] >= b"\xa0":  # a surrogate: CPython waits for its third byte, in vain
+        return text + "\ufffd" * len(pending), b""
+    return text, pending

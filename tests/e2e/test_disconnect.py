@@ -1,0 +1,133 @@
+"""A client that goes away: its requests leave the engine, as the running count of the next step record shows."""
+
+import json
+import socket
+import struct
+import time
+
+import pytest
+
+PREFILL = ("--engine", "synthetic", "--prefill-time-ms", "60000")
+DECODE = ("--engine", "synthetic", "--step-time-ms", "10")
+
+
+def send(port: int, path: str, **body: object) -> socket.socket:
+    data = json.dumps(body).encode()
+    client = socket.create_connection(("127.0.0.1", port), timeout=30)
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    client.sendall(head.encode() + data)
+    return client
+
+
+def reset(client: socket.socket) -> None:
+    """Close with RST instead of FIN."""
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+
+
+@pytest.mark.parametrize("close", [socket.socket.close, reset], ids=["fin", "rst"])
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "json"])
+@pytest.mark.parametrize("engine", [PREFILL, DECODE], ids=["prefill", "decode"])
+def test_a_closed_socket_frees_its_requests_in_the_engine(start_server, wait, engine, stream, n, close) -> None:
+    server = start_server(*engine)
+    prompts = ["a", "b"]
+    client = send(server.port, "/v1/completions", prompt=prompts, n=n, max_tokens=4000, stream=stream)
+    in_engine = {"server_load": 2 * n, "num_requests_running": 2 * n, "num_requests_waiting": 0}
+    if engine is DECODE:
+        wait(lambda: server.load() == in_engine, 30)
+    else:
+        wait(lambda: server.load()["server_load"] == 2 * n, 30)
+        time.sleep(0.1)  # let it reach the engine: no step record tells, before the first token
+    if stream and engine is DECODE:
+        assert client.recv(100)
+    close(client)
+    elapsed_s = wait(lambda: not any(server.load().values()), 5)
+    print(f"free {elapsed_s * 1000:.0f} ms after the close")
+    assert server.client.get("/health").status_code == 200
+
+
+def test_closed_clients_do_not_disturb_the_others(start_server, wait) -> None:
+    server = start_server(*DECODE)
+    expected = server.complete(prompt="a", max_tokens=100)["choices"][0]["text"]
+    leaving = [send(server.port, "/v1/completions", prompt="a", max_tokens=4000, stream=True) for _ in range(20)]
+    staying = [send(server.port, "/v1/completions", prompt="a", max_tokens=100, stream=True) for _ in range(5)]
+    wait(lambda: server.load()["num_requests_running"] == 25, 30)
+    for client in leaving:
+        client.close()
+    for client in staying:
+        data = b""
+        while b"[DONE]" not in data:
+            data += client.recv(65536)
+        client.close()
+        lines = [line[6:] for line in data.decode().splitlines() if line.startswith("data: {")]
+        assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected
+    wait(lambda: not any(server.load().values()), 5)
+
+
+def test_queued_requests_whose_clients_left_are_never_run(start_server, wait) -> None:
+    server = start_server(*DECODE, "--max-num-seqs", "1", "--max-num-queued-reqs", "20")
+    running = send(server.port, "/v1/completions", prompt="a", max_tokens=4000, stream=True)
+    assert running.recv(100)
+    queued = [send(server.port, "/v1/completions", prompt="a", max_tokens=4000, stream=True) for _ in range(10)]
+    wait(lambda: server.load()["num_requests_waiting"] == 10, 30)
+    for client in queued:
+        client.close()
+    wait(lambda: server.load() == {"server_load": 1, "num_requests_running": 1, "num_requests_waiting": 0}, 5)
+    for client in queued:
+        assert client.fileno() == -1
+    running.close()
+    wait(lambda: not any(server.load().values()), 5)
+
+
+def test_a_full_queue_answers_503_with_retry_after_before_any_byte(start_server, wait) -> None:
+    server = start_server(*DECODE, "--max-num-queued-reqs", "2")
+    clients = [send(server.port, "/v1/completions", prompt="a", max_tokens=4000, stream=True) for _ in range(2)]
+    wait(lambda: server.load()["server_load"] == 2, 30)
+    for stream in (True, False):
+        response = server.post("/v1/completions", prompt="a", stream=stream)
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert "--max-num-queued-reqs" in response.json()["error"]["message"]
+    for client in clients:
+        client.close()
+    wait(lambda: server.load()["server_load"] == 0, 5)
+    assert server.complete(prompt="a", max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+def test_a_client_that_stops_reading_gets_every_token_when_it_reads_again(start_server, wait) -> None:
+    server = start_server("--engine", "synthetic", "--max-model-len", "200000")
+    expected = server.complete(prompt="a", max_tokens=50_000)["choices"][0]["text"]
+    client = send(server.port, "/v1/completions", prompt="a", max_tokens=50_000, stream=True)
+    wait(lambda: server.load()["server_load"] == 0, 60)  # all tokens are there, the client has read none
+    data = b""
+    while b"[DONE]" not in data[-100:]:
+        data += client.recv(1 << 20)
+    client.close()
+    lines = [line[6:] for line in data.decode().splitlines() if line.startswith("data: {")]
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected
+    print(f"50,000 tokens in {len(lines)} events")
+    assert len(lines) < 50_000
+
+
+def test_two_live_requests_of_one_id_keep_their_own_outputs(start_server, wait) -> None:
+    server = start_server(*DECODE)
+    bodies = [
+        server.client.build_request(
+            "POST", "/v1/completions", json={"prompt": "a", "max_tokens": n}, headers={"X-Request-Id": "same"}
+        )
+        for n in (5, 7)
+    ]
+    for body, n in zip(bodies, (5, 7), strict=True):
+        response = server.client.send(body)
+        assert response.json()["id"] == "cmpl-same"
+        assert response.json()["usage"]["completion_tokens"] == n
+    first = send(server.port, "/v1/completions", prompt="a", max_tokens=4000, stream=True, request_id="same")
+    second = send(server.port, "/v1/completions", prompt="a", max_tokens=50, stream=True, request_id="same")
+    wait(lambda: server.load()["num_requests_running"] == 2, 30)
+    first.close()
+    data = b""
+    while b"[DONE]" not in data:
+        data += second.recv(65536)
+    second.close()
+    assert b'"finish_reason":"length"' in data

@@ -1,0 +1,168 @@
+"""The default model through the real server: curl, the openai SDK, and exactness under load."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.conftest import RunningServer
+
+QUESTION = {"role": "user", "content": "What is the capital of France?"}
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The default model in fp32, where greedy output does not depend on batch mates."""
+    running = RunningServer("--dtype", "float32")
+    yield running
+    assert running.stop() == 0
+    assert running.leftovers() == []
+
+
+@pytest.fixture(scope="module")
+def sdk(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_curl_streams_a_chat(server) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    body = json.dumps({"messages": [QUESTION], "stream": True, "temperature": 0})
+    command = ["curl", "-sN", f"{server.url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [line[6:] for line in out.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    text = "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines[:-1])
+    print(text)
+    assert "Paris" in text
+
+
+def test_the_sdk_chats_with_and_without_streaming(sdk) -> None:
+    answer = sdk.chat.completions.create(model="SmolLM2-135M-Instruct", messages=[QUESTION], temperature=0)
+    assert "Paris" in answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens > 3
+    stream = sdk.chat.completions.create(
+        model="SmolLM2-135M-Instruct", messages=[QUESTION], temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == answer.choices[0].message.content
+    assert chunks[-1].usage == answer.usage or chunks[-1].usage.total_tokens == answer.usage.total_tokens
+
+
+def test_the_sdk_completes_a_prompt(sdk) -> None:
+    answer = sdk.completions.create(
+        model="SmolLM2-135M-Instruct", prompt="One, two, three,", temperature=0, max_tokens=6
+    )
+    print(answer.choices[0].text)
+    assert "four" in answer.choices[0].text
+
+
+def test_the_sdk_sees_errors_as_its_own(sdk) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature is 3"):
+        sdk.chat.completions.create(model="SmolLM2-135M-Instruct", messages=[QUESTION], temperature=3)
+    with pytest.raises(openai.NotFoundError, match="gpt-4"):
+        sdk.chat.completions.create(model="gpt-4", messages=[QUESTION])
+    assert [model.id for model in sdk.models.list()] == ["SmolLM2-135M-Instruct"]
+
+
+def test_a_seed_gives_the_same_text_again(sdk) -> None:
+    def text(seed: int) -> str:
+        answer = sdk.completions.create(
+            model="SmolLM2-135M-Instruct", prompt="Once upon a time", temperature=1, seed=seed, max_tokens=12
+        )
+        return answer.choices[0].text
+
+    assert text(1) == text(1)
+    assert len({text(seed) for seed in range(4)}) > 1
+
+
+async def test_32_sdk_clients_at_once_get_what_each_gets_alone(server) -> None:
+    topics = ["the sea", "a mountain", "seven cats", "bread", "the moon", "a very old train", "rain", "glass"]
+    prompts = ["Say something about " + " and ".join(topics[: 1 + i % 8]) + "." * (i // 8) for i in range(32)]
+
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600) as client:
+
+        async def ask(prompt: str, max_tokens: int) -> str:
+            stream = await client.chat.completions.create(
+                model="SmolLM2-135M-Instruct", messages=[{"role": "user", "content": prompt}], temperature=0,
+                max_tokens=max_tokens, stream=True,
+            )  # fmt: skip
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+        lengths = [8 + i % 9 for i in range(32)]
+        together = await asyncio.gather(*map(ask, prompts, lengths))
+        alone = [await ask(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    assert together == alone
+    assert len(set(together)) > 8
+
+
+def test_a_closed_socket_frees_its_request_in_the_real_engine(server, wait) -> None:
+    body = {"messages": [QUESTION], "stream": True, "max_tokens": 4000, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as response:
+        next(response.iter_bytes())
+        assert server.load()["num_requests_running"] == 1
+    elapsed_s = wait(lambda: not any(server.load().values()), 10)
+    print(f"free {elapsed_s:.3f} s after the close")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/nowhere/at/all"], "neither a directory nor a hub id"),
+        (["--dtype", "float32", "--max-model-len", "100000"], "max_model_len"),
+        (["--port", "70000"], "--port is 70000: at most 65535"),
+        (["--port", "x"], "invalid int value: 'x'"),
+        (["--dtype", "int3"], "invalid choice: 'int3'"),
+        (["--chat-template", "/nowhere.jinja"], "--chat-template '/nowhere.jinja'"),
+        (["--chat-template", "{% if %}"], "chat template is not valid Jinja"),
+        (["--max-num-seqs", "0"], "--max-num-seqs is 0: at least 1"),
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_a_wrong_start_is_a_readable_error_and_exit_code_2(arguments, message) -> None:
+    command = [sys.executable, "-P", "-m", "server.cli", "serve", *arguments]
+    if "--port" not in arguments:
+        command += ["--port", "0"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_port_in_use_is_known_at_once(server) -> None:
+    command = [sys.executable, "-P", "-m", "server.cli", "serve", "--port", str(server.port)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 2
+    assert f"cannot bind 127.0.0.1:{server.port}: Address already in use" in result.stderr
+
+
+def test_a_directory_that_is_no_model_is_named(tmp_path) -> None:
+    command = [sys.executable, "-P", "-m", "server.cli", "serve", "--port", "0", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 2
+    assert str(tmp_path) in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_help_names_every_option() -> None:
+    command = [sys.executable, "-P", "-m", "server.cli", "serve", "--help"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for option in (
+        "MODEL",
+        "--host",
+        "--port",
+        "--dtype",
+        "--device",
+        "--max-model-len",
+        "--drain-timeout",
+        "--engine",
+    ):
+        assert option in out
