@@ -48,12 +48,16 @@ class ServeConfig:
         if self.port > 65535:
             raise StartupError(f"--port is {self.port}: at most 65535")
 
-    def engine_config(self, model_directory: Path, tokenizer: Path) -> dict[str, Any]:
-        """Return the engine process's configuration, without its rings."""
+    def engine_config(self, tokenizer: Path) -> dict[str, Any]:
+        """Return the engine process's configuration, without its rings.
+
+        Args:
+            tokenizer: The model's tokenizer.json; its directory is the model.
+        """
         limits = {"max_model_len": self.max_model_len, "max_num_seqs": self.max_num_seqs}
         given = {name: value for name, value in limits.items() if value is not None}
         if self.engine == "model":
-            options = {"model": str(model_directory), "dtype": self.dtype, "device": self.device, **given}
+            options = {"model": str(tokenizer.parent), "dtype": self.dtype, "device": self.device, **given}
             return {"model": options, "step_log": self.step_log}
         synthetic = {
             "tokenizer": str(tokenizer), "script": self.script or "", "step_time_s": self.step_time_ms / 1e3,

@@ -89,42 +89,33 @@ def serve(config: ServeConfig) -> int:
     """
     started_s = time.monotonic()
     with contextlib.closing(_bind(config)) as listener, _terminating_signals():
-        directory, tokenizer = _locate(config)
-        rings = RingConfig()
-        engine = EngineProcess(config.engine_config(directory, tokenizer), rings, config.step_timeout)
+        tokenizer = _locate_tokenizer(config)
+        model = ModelInfo.load(tokenizer, chat_template=config.chat_template)  # its errors come before a long load
+        engine = EngineProcess(config.engine_config(tokenizer), RingConfig(), config.step_timeout)
         try:
-            server = _build(config, engine, directory, tokenizer, listener, started_s)
-            # uvicorn runs with signal handlers of its own; the engine is up, so what follows it is the drain
-            server.run(sockets=[listener])
+            limits = engine.limits
+            model = model.with_limits(max_model_len=limits["max_model_len"], vocab_size=limits["vocab_size"])
+            llm = AsyncLLM(engine, model, max_num_queued_reqs=config.max_num_queued_reqs)
+            serving = _serving(config, llm, tokenizer.parent.name)
+            banner = _banner(serving, listener, time.monotonic() - started_s)
+            server = Server(_uvicorn_config(config, serving), llm, config, banner)
+            server.run(sockets=[listener])  # from here on its own signal handlers: a signal means drain
         finally:
             engine.kill()
     return server.exit_status
 
 
-def _build(
-    config: ServeConfig,
-    engine: EngineProcess,
-    directory: Path,
-    tokenizer: Path,
-    listener: socket.socket,
-    started_s: float,
-) -> Server:
-    limits = engine.limits
-    model = ModelInfo.load(
-        directory,
-        tokenizer,
-        max_model_len=limits["max_model_len"],
-        vocab_size=limits["vocab_size"],
-        chat_template=config.chat_template,
-    )
-    llm = AsyncLLM(engine, model, max_num_queued_reqs=config.max_num_queued_reqs)
-    serving = Serving(
+def _serving(config: ServeConfig, llm: AsyncLLM, directory_name: str) -> Serving:
+    return Serving(
         llm=llm,
-        model_names=config.served_model_name or (config.model or directory.name,),
+        model_names=config.served_model_name or (config.model or directory_name,),
         version=importlib.metadata.version("ringserve"),
         max_body_bytes=config.max_body_mb * 2**20,
     )
-    uvicorn_config = uvicorn.Config(
+
+
+def _uvicorn_config(config: ServeConfig, serving: Serving) -> uvicorn.Config:
+    return uvicorn.Config(
         build_app(serving),
         http=RingserveProtocol,
         loop="uvloop",
@@ -135,16 +126,14 @@ def _build(
         server_header=False,
         timeout_graceful_shutdown=config.drain_timeout + _GRACE_S,  # type: ignore[arg-type]  # wait_for takes fractions
     )
-    return Server(uvicorn_config, llm, config, _banner(serving, listener, time.monotonic() - started_s))
 
 
-def _locate(config: ServeConfig) -> tuple[Path, Path]:
-    """Return the model's directory and its tokenizer.json. The synthetic engine may be given the latter alone."""
+def _locate_tokenizer(config: ServeConfig) -> Path:
+    """Return the model's tokenizer.json. The synthetic engine may be given that file alone."""
     path = Path(config.model or "")
     if config.engine == "synthetic" and path.is_file():
-        return path.resolve().parent, path.resolve()
-    directory = model_path.resolve(config.model)
-    return directory, directory / "tokenizer.json"
+        return path.resolve()
+    return model_path.resolve(config.model) / "tokenizer.json"
 
 
 def _bind(config: ServeConfig) -> socket.socket:

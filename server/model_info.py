@@ -1,6 +1,6 @@
 """What the front end must know of the model, from the JSON files of its directory."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +13,24 @@ _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInfo:
-    """The model as the front end sees it."""
+    """The model as the front end sees it. The limits come from the engine, once it is ready (`with_limits`)."""
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     eos_token_id: int  # -1: none
     extra_eos_token_ids: tuple[int, ...]  # end a request like stop_token_ids, unless ignore_eos
-    max_model_len: int
-    vocab_size: int  # of the model: ids from the tokenizer's size to this are legal, and no text
+    max_model_len: int = 0
+    vocab_size: int = 0  # of the model: ids from the tokenizer's size to this are legal, and no text
     sampling_defaults: dict[str, float] = field(default_factory=dict)  # from generation_config.json
 
     @classmethod
-    def load(
-        cls, directory: Path, tokenizer_json: Path, *, max_model_len: int, vocab_size: int, chat_template: str | None
-    ) -> "ModelInfo":
-        """Read a model directory; limits as the engine reports them.
+    def load(cls, tokenizer_json: Path, *, chat_template: str | None) -> "ModelInfo":
+        """Read a tokenizer.json and the files beside it.
 
         Raises:
             StartupError: If a file is missing or broken.
         """
+        directory = tokenizer_json.parent
         tokenizer = Tokenizer.load(tokenizer_json)
         generation = read_json(directory / "generation_config.json")
         named = _token_ids(generation, directory) or _token_ids(read_json(directory / "config.json"), directory)
@@ -41,12 +40,14 @@ class ModelInfo:
             chat_template=load_chat_template(directory, chat_template, tokenizer.special_tokens),
             eos_token_id=eos,
             extra_eos_token_ids=tuple(token_id for token_id in named if token_id != eos),
-            max_model_len=max_model_len,
-            vocab_size=max(vocab_size, tokenizer.vocab_size),
             sampling_defaults={
                 name: generation[name] for name in _SAMPLING_DEFAULTS if isinstance(generation.get(name), (int, float))
             },
         )
+
+    def with_limits(self, *, max_model_len: int, vocab_size: int) -> "ModelInfo":
+        """Return the same with the limits that the engine reported."""
+        return replace(self, max_model_len=max_model_len, vocab_size=max(vocab_size, self.tokenizer.vocab_size))
 
 
 def _token_ids(config: dict[str, Any], directory: Path) -> list[int]:

@@ -1,0 +1,268 @@
+"""What every engine behind the rings must do; the synthetic and the real one pass the same tests."""
+
+import json
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from server.engine_process import EngineProcess
+from shm_transport.config import RingConfig
+from shm_transport.messages import AddRequest
+from shm_transport.records import FinishReason, RecordKind
+from shm_transport.step_ring import Message, StepRecord
+
+MAX_MODEL_LEN = 200
+
+
+class Driver:
+    """The server's ends of the rings, driven by a test."""
+
+    def __init__(self, config: dict[str, object]) -> None:
+        self.engine = EngineProcess(config, RingConfig(), step_timeout_s=60)
+        self.steps: list[StepRecord] = []
+        self.messages: list[Message] = []
+        self._next_handle = 0
+
+    def add(self, **options: object) -> int:
+        self._next_handle += 1
+        defaults = {"prompt_token_ids": np.array([5, 6, 7], np.int32), "max_tokens": 10, "temperature": 0.0}
+        self.engine.outbox.add(AddRequest(handle=self._next_handle, **(defaults | options)))
+        self.engine.outbox.flush()
+        return self._next_handle
+
+    def abort(self, *handles: int) -> None:
+        self.engine.outbox.abort(handles)
+        self.engine.outbox.flush()
+
+    def read(self) -> StepRecord | Message:
+        deadline = time.monotonic() + 60
+        while True:
+            assert time.monotonic() < deadline, "the engine is silent"
+            if not self.engine.reader.consumer.wait(timeout_s=0.5):
+                continue
+            record = self.engine.reader.read()
+            if isinstance(record, StepRecord):
+                self.steps.append(record)
+                return record
+            if record is not None:
+                self.messages.append(record)
+                return record
+
+    def run(self, *handles: int) -> dict[int, "Output"]:
+        """Read until these requests have finished; return all outputs since the last call."""
+        self.steps.clear()
+        while not all(h in self.outputs() and self.outputs()[h].finish for h in handles):
+            self.read()
+        return self.outputs()
+
+    def outputs(self) -> dict[int, "Output"]:
+        outputs: dict[int, Output] = {}
+        for step in self.steps:
+            for row, handle in enumerate(step.handles):
+                outputs.setdefault(handle, Output()).take(step, row)
+        return outputs
+
+
+class Output:
+    """What one request got."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.finish = FinishReason.NONE
+        self.stop_token_id = -1
+        self.queued_ns: list[int] = []
+
+    def take(self, step: StepRecord, row: int) -> None:
+        assert not self.finish, "a row after the last one"
+        start = row if step.token_offsets is None else step.token_offsets[row]
+        self.tokens += step.token_ids[start : start + (1 if step.num_tokens is None else step.num_tokens[row])]
+        if step.finish_reasons is not None and step.stop_token_ids is not None:
+            self.finish, self.stop_token_id = FinishReason(step.finish_reasons[row]), step.stop_token_ids[row]
+        if step.first is not None and step.first.queued_ns[row]:
+            self.queued_ns.append(step.first.queued_ns[row])
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory) -> str:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, dtype="float32",
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module", params=["synthetic", "model"])
+def driver(request, tmp_path_factory) -> Iterator[Driver]:
+    limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 3}
+    if request.param == "synthetic":
+        script = tmp_path_factory.mktemp("script") / "script.json"
+        script.write_text(json.dumps(list(range(100, 160))))
+        config = {"synthetic": {"script": str(script), "step_time_s": 0.002, **limits}}
+    else:
+        config = {"model": {"model": request.getfixturevalue("tiny_model"), **limits}}
+    running = Driver(config)
+    yield running
+    running.engine.stop()
+    assert running.engine.process.returncode == 0
+
+
+def test_ready_tells_the_limits(driver) -> None:
+    limits = driver.engine.limits
+    assert limits["max_model_len"] == MAX_MODEL_LEN
+    assert limits["vocab_size"] >= 160
+    assert "num_blocks" in limits
+
+
+def test_a_request_gets_max_tokens_and_ends_by_length(driver) -> None:
+    before_ns = time.monotonic_ns()
+    handle = driver.add(max_tokens=12)
+    output = driver.run(handle)[handle]
+    assert len(output.tokens) == 12
+    assert output.finish == FinishReason.LENGTH
+    assert len(output.queued_ns) == 1
+    assert before_ns < output.queued_ns[0] < time.monotonic_ns()
+    for step in driver.steps:
+        assert step.scheduled_ns <= step.forward_done_ns <= step.published_ns
+    assert [step.step for step in driver.steps] == list(range(driver.steps[0].step, driver.steps[-1].step + 1))
+
+
+def test_requests_join_and_leave_at_every_step(driver) -> None:
+    long = driver.add(max_tokens=40)
+    driver.steps.clear()
+    while long not in driver.outputs():
+        driver.read()
+    short = driver.add(max_tokens=3)
+    outputs = driver.run(long, short)
+    assert len(outputs[short].tokens) == 3
+    rows = [set(step.handles) for step in driver.steps]
+    joined = [row for row in rows if short in row]
+    assert all(long in row for row in joined)
+    assert long in rows[-1]
+    assert short not in rows[-1]
+
+
+def test_a_request_among_others_gets_what_it_gets_alone(driver) -> None:
+    prompts = [np.array(p, np.int32) for p in ([1, 2], [9] * 30, [4, 8, 15, 16, 23])]
+    alone = []
+    for prompt in prompts:
+        handle = driver.add(prompt_token_ids=prompt)
+        alone.append(driver.run(handle)[handle].tokens)
+    handles = [driver.add(prompt_token_ids=prompt) for prompt in prompts]
+    outputs = driver.run(*handles)
+    assert [outputs[handle].tokens for handle in handles] == alone
+
+
+def test_eos_stop_ids_and_min_tokens(driver) -> None:
+    handle = driver.add(max_tokens=20)
+    tokens = driver.run(handle)[handle].tokens
+    end = next(i for i in range(4, 20) if tokens[i] not in tokens[:i])
+    by_eos = driver.add(max_tokens=20, eos_token_id=tokens[end])
+    by_id = driver.add(max_tokens=20, stop_token_ids=(299, tokens[end]))
+    both = driver.add(max_tokens=20, eos_token_id=tokens[end], stop_token_ids=(tokens[end],))
+    outputs = driver.run(by_eos, by_id, both)
+    for handle, stop_token_id in ((by_eos, -1), (by_id, tokens[end]), (both, -1)):
+        assert outputs[handle].tokens == tokens[: end + 1]
+        assert (outputs[handle].finish, outputs[handle].stop_token_id) == (FinishReason.STOP, stop_token_id)
+    late = driver.add(max_tokens=20, eos_token_id=tokens[end], min_tokens=end + 1)
+    assert len(driver.run(late)[late].tokens) > end + 1
+
+
+def test_a_full_context_ends_by_length(driver) -> None:
+    handle = driver.add(prompt_token_ids=np.array([7] * (MAX_MODEL_LEN - 4), np.int32), max_tokens=100)
+    output = driver.run(handle)[handle]
+    assert (len(output.tokens), output.finish) == (4, FinishReason.LENGTH)
+
+
+def test_an_aborted_request_is_gone_from_the_next_record_on(driver) -> None:
+    gone, stays = driver.add(max_tokens=150), driver.add(max_tokens=30)
+    driver.steps.clear()
+    while not {gone, stays} <= set(driver.outputs()):
+        driver.read()
+    driver.abort(gone, 12345)
+    outputs = driver.run(stays)
+    assert len(outputs[stays].tokens) > 20
+    last = driver.add(max_tokens=5)
+    driver.steps.clear()
+    while last not in driver.outputs() or not driver.outputs()[last].finish:
+        step = driver.read()
+        assert gone not in step.handles
+    assert driver.steps[-1].num_running == 0
+
+
+def test_an_abort_that_leaves_no_work_is_followed_by_a_record_of_nothing_running(driver) -> None:
+    handle = driver.add(max_tokens=190)
+    step = driver.read()
+    while not step.num_running:
+        step = driver.read()
+    driver.abort(handle)
+    while step.num_running:
+        step = driver.read()
+    assert step.handles == []
+    assert step.num_waiting == 0
+
+
+def test_seats_bound_what_runs_and_the_rest_waits(driver) -> None:
+    handles = [driver.add(max_tokens=20) for _ in range(5)]
+    driver.run(*handles)
+    assert max(step.num_running for step in driver.steps) == 3
+    assert max(step.num_waiting for step in driver.steps) == 2
+    assert (driver.steps[-1].num_running, driver.steps[-1].num_waiting) == (0, 0)
+
+
+def test_a_request_that_cannot_run_fails_alone(driver) -> None:
+    good = driver.add(max_tokens=20)
+    bad = driver.add(prompt_token_ids=np.zeros(MAX_MODEL_LEN, np.int32))
+    driver.messages.clear()
+    assert len(driver.run(good)[good].tokens) == 20
+    (message,) = driver.messages
+    assert message.kind == RecordKind.ERROR
+    assert int.from_bytes(message.body[:8], "little") == bad
+    assert str(MAX_MODEL_LEN).encode() in message.body
+
+
+def test_logprobs_come_for_those_who_ask(driver) -> None:
+    plain, asking, sampled_only = driver.add(), driver.add(num_logprobs=2), driver.add(num_logprobs=0)
+    driver.run(plain, asking, sampled_only)
+    for step in driver.steps:
+        if step.logprobs is None:
+            continue
+        wanted = {plain: 0, asking: 3, sampled_only: 1}
+        assert step.logprobs.num_entries == [wanted[handle] for handle in step.handles]
+        assert len(step.logprobs.token_ids) == len(step.logprobs.logprobs) == sum(step.logprobs.num_entries)
+        start = 0
+        for row, count in enumerate(step.logprobs.num_entries):
+            assert count == 0 or step.logprobs.token_ids[start] == step.token_ids[row]
+            assert all(logprob <= 0 for logprob in step.logprobs.logprobs[start : start + count])
+            start += count
+    assert any(step.logprobs is not None for step in driver.steps)
+
+
+def test_an_unknown_call_gets_an_answer(driver) -> None:
+    driver.engine.outbox.call(77, json.dumps({"method": "dance"}).encode())
+    driver.engine.outbox.flush()
+    reply = driver.read()
+    assert reply.kind == RecordKind.REPLY
+    assert int.from_bytes(reply.body[:8], "little") == 77
+    assert "dance" in json.loads(reply.body[8:])["error"]
+
+
+def test_a_full_step_ring_holds_the_engine_and_loses_nothing(driver) -> None:
+    handles = [driver.add(max_tokens=100) for _ in range(3)]
+    consumer = driver.engine.reader.consumer
+    deadline = time.monotonic() + 60
+    while consumer.num_pending < RingConfig().num_step_slots:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    aborted = driver.add(max_tokens=100)
+    driver.abort(aborted)
+    outputs = driver.run(*handles)
+    assert all(len(outputs[handle].tokens) == 100 for handle in handles)
+    assert driver.engine.stuck_reason() is None
