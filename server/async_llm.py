@@ -52,11 +52,23 @@ class _Pipe:
         self._flush_timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start the reader task in the running loop; does nothing if it runs."""
-        if self.reader is None:
-            self._loop = asyncio.get_running_loop()
-            self.reader = self._loop.create_task(_read(self), name="ringserve-reader")
-            self.engine.watch(self._loop, self.engine.waiter.wake)
+        """Start the reader task in the running loop; does nothing if it runs there."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # the first, or one after asyncio.run has ended the last and its reader
+            self._loop = loop
+            self._flush_timer = None
+            self.reader = loop.create_task(_read(self), name="ringserve-reader")
+            self.engine.watch(loop, self.engine.waiter.wake)
+
+    async def end_reader(self) -> None:
+        """End the reader in its loop, so that `close` can leave the loop alone and run on a thread."""
+        if self.reader is not None and self._loop is asyncio.get_running_loop():
+            self.engine.unwatch(self._loop)
+            self._loop = None
+            if self._flush_timer is not None:
+                self._flush_timer.cancel()
+            self.reader.cancel()
+            await asyncio.wait((self.reader,))
 
     def close(self) -> None:
         """End the reader and the engine; blocks for up to two seconds if the engine does not obey."""
@@ -121,14 +133,15 @@ class AsyncLLM(EngineClient):
 
     @property
     def errored(self) -> bool:
-        """Whether the engine is gone, or the reader has failed."""
-        return self._pipe.dead_error is not None or self._pipe.engine.death_cause() is not None
+        """Whether the engine is gone without having been shut down, or the reader has failed."""
+        has_died = not self._is_shut_down and self._pipe.engine.death_cause() is not None
+        return has_died or self._pipe.dead_error is not None
 
     @property
     def dead_error(self) -> Exception:
-        """The error that requests get once `errored`."""
-        cause = self._pipe.engine.death_cause() or "the engine is shut down"
-        return self._pipe.dead_error or EngineDeadError(cause)
+        """The error that requests get once `is_stopped`."""
+        cause = None if self._is_shut_down else self._pipe.engine.death_cause()
+        return self._pipe.dead_error or EngineDeadError(cause or "the engine is shut down")
 
     @property
     def load(self) -> Load:
@@ -237,10 +250,8 @@ class AsyncLLM(EngineClient):
             return
         self._is_shut_down = True
         self.fail_all(EngineDeadError("the engine is shut down"))
-        reader = self._pipe.reader
+        await self._pipe.end_reader()
         await asyncio.to_thread(self._finalizer)
-        if reader is not None:
-            await asyncio.wait((reader,))
 
 
 async def _read(pipe: _Pipe) -> None:

@@ -28,9 +28,12 @@ _LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\
 def json_string(text: str) -> bytes:
     """Return a JSON string on one line, whatever a client takes for the end of a line."""
     data = _encode(text)
-    if not text.isascii():
-        for raw, escaped in _LINE_ENDS:
-            data = data.replace(raw, escaped)
+    return data if text.isascii() else _one_line(data)
+
+
+def _one_line(data: bytes) -> bytes:
+    for raw, escaped in _LINE_ENDS:
+        data = data.replace(raw, escaped)
     return data
 
 
@@ -177,8 +180,10 @@ class EventStream:
 
     def write(self, output: CompletionOutput) -> None:
         """Send one choice's delta; an event without text, usage or finish is not sent."""
+        if self._is_finished:  # another request of this response has failed: the connection is the next response's
+            return
         self._completion_tokens[output.index] += len(output.token_ids)
-        data = b"" if self._is_open else self._open()
+        data = b"" if self._is_open else self._opening()
         usage = self._usage_of(output.index) if self._continuous_usage else b""
         if output.finish_reason is not None:
             data += self._form.finish(output, usage, is_fingerprinted=not self._include_usage)
@@ -189,6 +194,8 @@ class EventStream:
         elif output.text or usage:
             data += self._form.delta(output.index, output.text, usage)
         if data:
+            if not self._is_open:
+                self._open()
             self._sink.write(data)
 
     def fail(self, error: Exception) -> None:
@@ -197,7 +204,7 @@ class EventStream:
             return
         self._is_finished = True
         error = error if isinstance(error, ServerError) else ServerError(str(error))
-        body = _encode(error.body())
+        body = _one_line(_encode(error.body()))
         if self._is_open:
             self._sink.write(b"data: %b\n\n%b" % (body, DONE))
         else:
@@ -205,9 +212,11 @@ class EventStream:
             self._sink.write(body)
         self._sink.finish()
 
-    def _open(self) -> bytes:
+    def _open(self) -> None:
         self._is_open = True
         self._sink.open(200, SSE_HEADERS)
+
+    def _opening(self) -> bytes:
         usage = Usage(self._prompt_tokens[0]).to_json() if self._continuous_usage else b""
         return self._form.opening(self._num_choices, usage)
 
@@ -220,6 +229,8 @@ class EventStream:
         if self._include_usage:
             total = Usage(sum(self._prompt_tokens), sum(self._completion_tokens))
             data += self._form.usage(total.to_json())
+        if not self._is_open:
+            self._open()
         self._sink.write(data + DONE)
         self._sink.finish()
 
