@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import sys
 import types
@@ -51,32 +52,34 @@ def _parser() -> argparse.ArgumentParser:
         "serve",
         help="serve a model over an OpenAI-compatible API",
         description="Serve a model over an OpenAI-compatible API.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=34),
     )
     serve.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a local Hugging Face directory or a hub id; without it SmolLM2-135M-Instruct",
+        help="a local Hugging Face directory or a hub id; SmolLM2-135M-Instruct if there is none",
     )
+    groups: dict[str, Any] = {}
     for field in dataclasses.fields(ServeConfig):
         if field.name != "model":
-            _add_option(serve, field)
+            title = field.metadata.get("group", "server and engine")
+            if title not in groups:
+                groups[title] = serve.add_argument_group(title)
+            _add_option(groups[title], field)
     commands.add_parser("pull", help="download and convert the default model, and print its directory")
     return parser
 
 
-def _add_option(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]") -> None:
-    options: dict[str, Any] = {"help": field.metadata["help"], "default": field.default}
-    kind = _plain_type(field.type)
-    if kind is bool:
+def _add_option(parser: Any, field: "dataclasses.Field[Any]") -> None:
+    shown = "" if field.default in (None, (), False, -1) else f" (default: {field.default})"
+    options: dict[str, Any] = {"help": field.metadata["help"] + shown, "default": field.default}
+    if field.type is bool:
         options["action"] = "store_true"
     else:
-        options |= {"type": kind, "metavar": kind.__name__.upper()}
-        if "choices" in field.metadata:
-            options |= {"choices": field.metadata["choices"], "metavar": None}
-        if "many" in field.metadata:
-            options |= {"nargs": "+", "metavar": "NAME"}
+        options |= {"type": _plain_type(field.type), "metavar": field.metadata["metavar"]}
+        options |= {"choices": field.metadata["choices"]} if "choices" in field.metadata else {}
+        options |= {"nargs": "+"} if typing.get_origin(field.type) is tuple else {}
     parser.add_argument(f"--{field.name.replace('_', '-')}", **options)
 
 

@@ -8,8 +8,12 @@ from typing import Any
 from server.errors import StartupError
 
 
-def _option(default: Any, help_text: str, **extra: Any) -> Any:
-    return field(default=default, metadata={"help": help_text, **extra})
+def _option(default: Any, help_text: str, metavar: str | None = None, **extra: Any) -> Any:
+    return field(default=default, metadata={"help": help_text, "metavar": metavar, **extra})
+
+
+def _synthetic(default: Any, help_text: str, metavar: str) -> Any:
+    return _option(default, help_text, metavar, group="synthetic engine (--engine synthetic)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,27 +21,27 @@ class ServeConfig:
     """What the server needs to know. None means: the model's own, or what the machine has."""
 
     model: str | None = None  # None: the default model
-    host: str = _option("127.0.0.1", "address to bind; 0.0.0.0 for every interface")
-    port: int = _option(8000, "port to bind; 0 for a free one")
-    served_model_name: tuple[str, ...] = _option((), "names for requests to use; responses report the first", many=True)
-    chat_template: str | None = _option(None, "file with a Jinja chat template, or the template itself")
-    max_num_queued_reqs: int = _option(2048, "live requests beyond which new ones get a 503")
-    max_body_mb: int = _option(32, "largest request body, MiB")
-    drain_timeout: float = _option(30.0, "seconds that running streams may take to end after SIGTERM")
-    step_timeout: float = _option(60.0, "seconds after which a step in progress counts as stuck")
+    host: str = _option("127.0.0.1", "address to bind; 0.0.0.0 for every interface", "ADDRESS")
+    port: int = _option(8000, "port to bind; 0 for a free one", "PORT")
+    served_model_name: tuple[str, ...] = _option((), "names for requests to use; responses report the first", "NAME")
+    chat_template: str | None = _option(None, "a file with a Jinja chat template, or the template itself", "TEMPLATE")
+    max_num_queued_reqs: int = _option(2048, "live sequences beyond which new requests get a 503", "N")
+    max_body_mb: int = _option(32, "largest request body, MiB", "MIB")
+    drain_timeout: float = _option(30.0, "time that running streams may take to end after SIGTERM", "SECONDS")
+    step_timeout: float = _option(60.0, "time after which a step in progress counts as stuck", "SECONDS")
     keep_alive_on_engine_death: bool = _option(False, "stay up, answering 503, when the engine has died")
-    engine: str = _option("model", "what generates: the model, or a synthetic engine", choices=("model", "synthetic"))
-    dtype: str = _option("auto", "weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
+    engine: str = _option("model", "what generates", choices=("model", "synthetic"))
+    dtype: str = _option("auto", "of weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
     device: str = _option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
-    max_model_len: int | None = _option(None, "longest prompt and output together, tokens")
-    max_num_seqs: int | None = _option(None, "sequences that run at once")
-    step_time_ms: float = _option(0.0, "synthetic engine: time of a step; 0 is free-running")
-    tokens_per_step: int = _option(1, "synthetic engine: tokens of each request in a step")
-    prefill_time_ms: float = _option(0.0, "synthetic engine: time to a request's first token")
-    script: str | None = _option(None, "synthetic engine: JSON file, the token ids that each request emits")
-    lockstep: str | None = _option(None, "synthetic engine: file of one u64, the events that have reached the clients")
-    fail_after: int = _option(-1, "synthetic engine: fail each request after so many tokens; -1 is never")
-    step_log: str | None = _option(None, "file for each step's publish stamp, rows and tokens")
+    max_model_len: int | None = _option(None, "longest prompt and output together, tokens; the model's if unset", "N")
+    max_num_seqs: int | None = _option(None, "sequences that run at once; the engine's choice if unset", "N")
+    step_log: str | None = _option(None, "write each step's publish stamp, rows and tokens there", "FILE")
+    step_time_ms: float = _synthetic(0.0, "time of a step; 0 is free-running", "MS")
+    tokens_per_step: int = _synthetic(1, "tokens of each request in a step", "N")
+    prefill_time_ms: float = _synthetic(0.0, "time to a request's first token", "MS")
+    script: str | None = _synthetic(None, "JSON list of the token ids that each request emits", "FILE")
+    lockstep: str | None = _synthetic(None, "one u64: the events that have reached the clients", "FILE")
+    fail_after: int = _synthetic(-1, "fail each request after so many tokens; -1 is never", "N")
 
     def __post_init__(self) -> None:
         """Raise StartupError for a value out of its range."""

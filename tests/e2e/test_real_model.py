@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from server.model_path import resolve
 from tests.e2e.conftest import RunningServer
 
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
@@ -111,6 +112,17 @@ def test_a_closed_socket_frees_its_request_in_the_real_engine(server, wait) -> N
         assert server.load()["num_requests_running"] == 1
     elapsed_s = wait(lambda: not any(server.load().values()), 10)
     print(f"free {elapsed_s:.3f} s after the close")
+
+
+def test_a_local_directory_is_served_under_the_names_given(start_server) -> None:
+    directory = resolve(None)
+    local = start_server(str(directory), "--served-model-name", "one", "two", "--max-model-len", "256")
+    cards = local.client.get("/v1/models").json()["data"]
+    assert [(card["id"], card["max_model_len"]) for card in cards] == [("one", 256), ("two", 256)]
+    answer = local.post("/v1/chat/completions", model="two", messages=[QUESTION], max_tokens=10).json()
+    assert answer["model"] == "one"
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+    assert local.post("/v1/chat/completions", model="three", messages=[QUESTION]).status_code == 404
 
 
 @pytest.mark.parametrize(
