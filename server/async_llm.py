@@ -292,6 +292,7 @@ async def _process(pipe: _Pipe, is_behind: bool) -> None:
     if isinstance(record, StepRecord):
         pipe.load.num_running, pipe.load.num_waiting = record.num_running, record.num_waiting
         await pipe.outputs.process(record, is_behind)
+        pipe.engine.waiter.note(record.published_ns)
         await pipe.outputs.yield_to_loop()
     elif isinstance(record, Message):
         _take_message(pipe, record)

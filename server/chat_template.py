@@ -12,6 +12,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from server.errors import RequestError, StartupError
 
+_STUMBLES = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError,
+)  # fmt: skip
+
 
 class _GenerationTag(Extension):
     """`{% generation %}` marks the assistant's turns for training; for serving it is its body."""
@@ -58,7 +62,7 @@ class ChatTemplate:
                 messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )  # fmt: skip
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as exc:
+        except _STUMBLES as exc:
             raise RequestError(f"the model's chat template refuses these messages: {exc}", param="messages") from exc
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from server.errors import StartupError
+from shm_transport.strategies import STRATEGIES
 
 
 def _option(default: Any, help_text: str, metavar: str | None = None, **extra: Any) -> Any:
@@ -29,6 +30,7 @@ class ServeConfig:
     max_body_mb: int = _option(32, "largest request body, MiB", "MIB")
     drain_timeout: float = _option(30.0, "time that running streams may take to end after SIGTERM", "SECONDS")
     step_timeout: float = _option(60.0, "time after which a step in progress counts as stuck", "SECONDS")
+    wait_strategy: str = _option("adaptive", "how the server waits for the next step", choices=STRATEGIES)
     keep_alive_on_engine_death: bool = _option(False, "stay up, answering 503, when the engine has died")
     engine: str = _option("model", "what generates", choices=("model", "synthetic"))
     dtype: str = _option("auto", "of weights and activations", choices=("auto", "float32", "bfloat16", "float16"))

@@ -23,7 +23,7 @@ from shm_transport.heartbeat import PulseReader
 from shm_transport.records import ENGINE_HANDLE, RecordKind
 from shm_transport.request_ring import Outbox
 from shm_transport.step_ring import Message, StepReader
-from shm_transport.waiter import StepWaiter
+from shm_transport.strategies import make_waiter
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +43,16 @@ class EngineProcess:
         is_stopping: Whether the engine was told to end.
     """
 
-    def __init__(self, command_config: dict[str, Any], rings: RingConfig, step_timeout_s: float) -> None:
+    def __init__(
+        self, command_config: dict[str, Any], rings: RingConfig, step_timeout_s: float, wait_strategy: str = "adaptive"
+    ) -> None:
         """Start the engine and wait until it can serve.
 
         Args:
             command_config: The engine's JSON configuration, without its "link".
             rings: Geometry of the rings.
             step_timeout_s: A step open for longer means that the engine is stuck.
+            wait_strategy: One of shm_transport.strategies.STRATEGIES.
 
         Raises:
             StartupError: If shared memory is too small, or the engine could not load.
@@ -68,7 +71,7 @@ class EngineProcess:
             raise
         step_segment, request_segment = self._segments
         self.reader = StepReader(step_segment)
-        self.waiter = StepWaiter(self.reader.consumer)
+        self.waiter = make_waiter(wait_strategy, self.reader.consumer, self.process.pid)
         self.outbox = Outbox(request_segment)
         self._pulse = PulseReader(step_segment)
         self._pidfd = os.pidfd_open(self.process.pid)

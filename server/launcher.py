@@ -91,7 +91,7 @@ def serve(config: ServeConfig) -> int:
     with contextlib.closing(_bind(config)) as listener, _terminating_signals():
         tokenizer = _locate_tokenizer(config)
         model = ModelInfo.load(tokenizer, chat_template=config.chat_template)  # its errors come before a long load
-        engine = EngineProcess(config.engine_config(tokenizer), RingConfig(), config.step_timeout)
+        engine = EngineProcess(config.engine_config(tokenizer), RingConfig(), config.step_timeout, config.wait_strategy)
         try:
             limits = engine.limits
             model = model.with_limits(max_model_len=limits["max_model_len"], vocab_size=limits["vocab_size"])

@@ -90,7 +90,7 @@ class _GenerationFields(msgspec.Struct, kw_only=True):
         """
         for name, neutral in _NEUTRAL.items():
             value = getattr(self, name)
-            if value is not None and not any((type(value) is not bool and value == v) or value is v for v in neutral):
+            if value is not None and not any(_is_same(value, v) for v in neutral):
                 raise RequestError(
                     f"{name} is {_shown(value)}: this server does not support it, leave it out", param=name
                 )
@@ -200,6 +200,11 @@ def _content_text(content: "str | list[Any] | None") -> str:
             )
         texts.append(text)
     return "\n".join(texts)
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    """Compare as JSON does: 0 is 0.0, and no False."""
+    return value is neutral or (value == neutral and not isinstance(value, bool) and not isinstance(neutral, bool))
 
 
 def _shown(value: object) -> str:

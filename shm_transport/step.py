@@ -26,7 +26,7 @@ class LogprobColumns:
     sampled_ranks: NDArray[np.int32]  # [num_tokens], 1 for the most likely token
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: that would triple the time to make one, once a step
 class Step:
     """What one engine step made. Every column is None where no row needs it.
 

@@ -54,6 +54,14 @@ class StepWaiter:
             timer.cancel()
             self._wake_up = None
 
+    @property
+    def has_credit(self) -> bool:
+        """Whether the thread has handed a token over."""
+        return self._credit
+
+    def note(self, published_ns: int) -> None:
+        """Take a record's publish stamp; of no use to this strategy."""
+
     def wake(self) -> None:
         """End the wait now."""
         if self._wake_up is not None and not self._wake_up.done():

@@ -1,0 +1,1 @@
+"""Each module answers one question against a named alternative, measured in one run."""

@@ -1,0 +1,68 @@
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.synthetic import SyntheticConfig
+from server.config import ServeConfig
+from server.errors import StartupError
+
+TOKENIZER = Path("/models/a/tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("port", -1), ("port", 65536), ("drain_timeout", -0.1), ("drain_timeout", float("inf")),
+     ("drain_timeout", float("nan")), ("step_time_ms", -1.0), ("prefill_time_ms", float("nan")),
+     ("max_num_queued_reqs", 0), ("max_body_mb", 0), ("tokens_per_step", 0), ("step_timeout", 0.5),
+     ("max_model_len", 0), ("max_num_seqs", -3), ("fail_after", -2)],
+)  # fmt: skip
+def test_a_value_out_of_its_range_is_refused_with_its_flag(name: str, value: float) -> None:
+    with pytest.raises(StartupError, match=rf"^--{name.replace('_', '-')} is {value}: at (least|most) "):
+        ServeConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("port", 0), ("port", 65535), ("drain_timeout", 0.0), ("max_model_len", None), ("max_model_len", 1),
+     ("max_num_seqs", 1), ("fail_after", -1), ("fail_after", 0), ("max_num_queued_reqs", 1), ("step_timeout", 1.0)],
+)  # fmt: skip
+def test_a_value_at_its_limit_is_taken(name: str, value: Any) -> None:
+    assert getattr(ServeConfig(**{name: value}), name) == value
+
+
+def test_the_defaults_are_safe() -> None:
+    config = ServeConfig()
+    assert (config.host, config.max_num_queued_reqs, config.drain_timeout) == ("127.0.0.1", 2048, 30.0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.port = 1  # type: ignore[misc]
+
+
+def test_a_model_engine_is_told_the_directory_and_the_limits_that_were_given() -> None:
+    plain = ServeConfig().engine_config(TOKENIZER)
+    assert plain == {"model": {"model": "/models/a", "dtype": "auto", "device": "auto"}, "step_log": None}
+    config = ServeConfig(dtype="float32", device="cpu", max_model_len=100, max_num_seqs=3, step_log="/tmp/log")
+    assert config.engine_config(TOKENIZER) == {
+        "model": {
+            "model": "/models/a", "dtype": "float32", "device": "cpu", "max_model_len": 100, "max_num_seqs": 3,
+        },
+        "step_log": "/tmp/log",
+    }  # fmt: skip
+
+
+def test_a_synthetic_engine_is_told_its_pace_in_seconds() -> None:
+    config = ServeConfig(
+        engine="synthetic", step_time_ms=20.0, prefill_time_ms=5.0, tokens_per_step=3, script="s", lockstep="l",
+        fail_after=7, max_num_seqs=9,
+    )  # fmt: skip
+    told = config.engine_config(TOKENIZER)
+    assert told == {
+        "synthetic": {
+            "tokenizer": str(TOKENIZER), "script": "s", "step_time_s": 0.02, "tokens_per_step": 3,
+            "prefill_time_s": 0.005, "lockstep": "l", "fail_after": 7, "max_num_seqs": 9,
+        },
+        "step_log": None,
+    }  # fmt: skip
+    assert SyntheticConfig(**told["synthetic"]).fail_after == 7
+    SyntheticConfig(**ServeConfig(engine="synthetic").engine_config(TOKENIZER)["synthetic"])

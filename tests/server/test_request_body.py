@@ -1,0 +1,109 @@
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.requests import Request
+from starlette.types import Message
+
+from server.errors import BodyTooLargeError, RequestError
+from server.openai_protocol import ChatCompletionRequest, CompletionRequest
+from server.request_body import decode, read_body
+
+JSON = {"content-type": "application/json"}
+
+
+class Inner(msgspec.Struct):
+    number: int
+
+
+class Body(msgspec.Struct):
+    inner: list[Inner]
+    name: str | None = None
+
+
+def read(body: bytes, headers: dict[str, str], max_bytes: int = 100, part_bytes: int = 10) -> Any:
+    """Read a body that arrives in parts."""
+    parts = [body[start : start + part_bytes] for start in range(0, len(body), part_bytes)] or [b""]
+    messages: list[Message] = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+    messages[-1]["more_body"] = False
+    scope = {"type": "http", "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    return asyncio.run(read_body(Request(scope, receive), Body, max_bytes)), len(messages)
+
+
+def test_a_body_in_parts_is_whole() -> None:
+    body, _ = read(b'{"inner": [{"number": 1}, {"number": 2}], "unknown": 5}', JSON)
+    assert body == Body(inner=[Inner(1), Inner(2)])
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "APPLICATION/JSON ; charset=utf-8"])
+def test_json_is_the_content_type(content_type: str) -> None:
+    assert read(b'{"inner":[]}', {"content-type": content_type})[0] == Body(inner=[])
+
+
+@pytest.mark.parametrize("content_type", ["", "text/json", "application/jsonl", "json"])
+def test_another_content_type_is_refused_and_shown(content_type: str) -> None:
+    with pytest.raises(RequestError, match=f"Content-Type is '{content_type}': must be application/json"):
+        read(b'{"inner":[]}', {"content-type": content_type})
+
+
+def test_a_body_that_says_that_it_is_too_large_is_not_read() -> None:
+    with pytest.raises(BodyTooLargeError, match="101 bytes: at most 100"):
+        read(b"", {**JSON, "content-length": "101"})
+
+
+def test_a_body_that_grows_too_large_is_refused_whatever_it_says() -> None:
+    for headers in (JSON, {**JSON, "content-length": "5"}, {**JSON, "content-length": "-1"}):
+        with pytest.raises(BodyTooLargeError, match="limit of 100"):
+            read(b" " * 101, headers)
+    assert read(b'{"inner":[]}' + b" " * 88, JSON)[0] == Body(inner=[])
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [(b'{"inner":[{"number":1},{"number":"x"}]}', 'inner[1].number is "x": ', "inner[1].number"),
+     (b'{"inner":{"a":1}}', 'inner is {"a":1}: ', "inner"),
+     (b'{"inner":[{}]}', "inner[0] is {}: ", "inner[0]"),
+     (b'{"inner":[],"name":7}', "name is 7: ", "name"),
+     (b'{"inner":[{"number":1.5}]}', "inner[0].number is 1.5: ", "inner[0].number"),
+     (b"[]", "the body is wrong: ", None), (b"{}", "the body is wrong: Object missing required field `inner`", None)],
+)  # fmt: skip
+def test_a_wrong_value_is_named_with_its_place(body: bytes, message: str, param: str | None) -> None:
+    with pytest.raises(RequestError) as caught:
+        decode(body, Body)
+    assert str(caught.value).startswith(message)
+    assert caught.value.param == param
+
+
+def test_a_long_value_is_shown_in_part() -> None:
+    with pytest.raises(RequestError) as caught:
+        decode(b'{"inner":"' + b"x" * 10**6 + b'"}', Body)
+    assert len(str(caught.value)) < 200
+    assert 'inner is "xxx' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b'{"inner":[]} x', b"\xff", b'{"name":"\xff","inner":[]}', b'{"inner":[],"name":"\\ud800"}',
+     b'{"inner":[],"x":NaN}', b'{"inner":[],"x":Infinity}', b"{'inner':[]}", b"\xef\xbb\xbf{}", b"null", b"5"],
+)  # fmt: skip
+def test_what_is_no_json_of_the_kind_is_a_request_error(body: bytes) -> None:
+    with pytest.raises(RequestError, match="the body is"):
+        decode(body, Body)
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+@pytest.mark.parametrize("field", ["prompt", "messages", "logit_bias", "unknown"])
+@pytest.mark.parametrize("depth", [500, 100_000])
+def test_a_deeply_nested_body_is_at_worst_a_request_error(kind: Any, field: str, depth: int) -> None:
+    body = b'{"messages":[],"%b":%b%b}' % (field.encode(), b"[" * depth, b"]" * depth)
+    message = ""
+    try:
+        decode(body, kind)
+    except RequestError as exc:
+        message = str(exc)
+    assert len(message) < 300
