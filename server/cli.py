@@ -72,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_option(parser: Any, field: "dataclasses.Field[Any]") -> None:
-    shown = "" if field.default in (None, (), False, -1) else f" (default: {field.default})"
+    has_default = field.default not in (None, ()) and field.type is not bool
+    shown = f" (default: {field.default})" if has_default else ""
     options: dict[str, Any] = {"help": field.metadata["help"] + shown, "default": field.default}
     if field.type is bool:
         options["action"] = "store_true"

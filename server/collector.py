@@ -35,6 +35,7 @@ class RequestOutputCollector:
         self._num_unfinished = num_sequences
         self._kind = kind
         self._slot: dict[int, CompletionOutput] = {}
+        self._texts: dict[int, list[str]] = {}  # of the slot's outputs that were merged; joined when they are taken
         self._error: Exception | None = None
         self._ready: asyncio.Future[None] | None = None
         self._writer: OutputWriter | None = None
@@ -63,7 +64,7 @@ class RequestOutputCollector:
         if held is None or self._kind is not OutputKind.DELTA:
             self._slot[output.index] = output
         else:
-            held.extend(output)
+            self._merge(held, output)
         if self._writer is None:
             self._wake()
 
@@ -81,7 +82,7 @@ class RequestOutputCollector:
         if writer is None:
             return
         while self._slot and writer.is_writable:
-            writer.write(self._slot.pop(next(iter(self._slot))))
+            writer.write(self._take(next(iter(self._slot))))
         if self._error is not None and not self._slot:
             self._writer = None
             writer.fail(self._error)
@@ -95,8 +96,7 @@ class RequestOutputCollector:
         is_done = self._num_unfinished == 0
         is_final_only = self._kind is OutputKind.FINAL_ONLY
         if self._slot and (is_done or not is_final_only):
-            outputs = sorted(self._slot.values(), key=lambda output: output.index)
-            self._slot = {}
+            outputs = [self._take(index) for index in sorted(self._slot)]
             return RequestOutput(self.request_id, self._prompt_token_ids, outputs, is_done, self.num_cached_tokens)
         if self._error is not None:
             raise self._error
@@ -113,6 +113,19 @@ class RequestOutputCollector:
                 await self._ready
             finally:
                 self._ready = None
+
+    def _merge(self, held: CompletionOutput, newer: CompletionOutput) -> None:
+        """Append a later delta; a text that grows by `+=` would cost a stopped client's reader quadratic time."""
+        self._texts.setdefault(held.index, [held.text]).append(newer.text)
+        held.token_ids += newer.token_ids
+        held.finish_reason = newer.finish_reason
+        held.stop_reason = newer.stop_reason
+
+    def _take(self, index: int) -> CompletionOutput:
+        output, texts = self._slot.pop(index), self._texts.pop(index, None)
+        if texts is not None:
+            output.text = "".join(texts)
+        return output
 
     def _wake(self) -> None:
         if self._ready is not None and not self._ready.done():

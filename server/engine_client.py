@@ -28,7 +28,7 @@ class EngineClient(ABC):
     @property
     @abstractmethod
     def dead_error(self) -> Exception:
-        """The error that every request gets once `errored`."""
+        """The error that every request gets once `is_stopped`."""
 
     @abstractmethod
     def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:

@@ -185,11 +185,8 @@ class OutputProcessor:
             state = self._state_of(handle)
             if state is None:
                 self.num_late_rows += 1
-                continue
-            try:
-                self._process_row(state, record, row, is_behind)
-            except Exception as exc:
-                self._fail_row(state, exc)
+            else:
+                self._process_row_safely(state, record, row, is_behind)
             self._rows_since_yield += 1
             if self._rows_since_yield >= CHUNK_ROWS:
                 await self.yield_to_loop()
@@ -204,6 +201,12 @@ class OutputProcessor:
         held, self._held = self._held, []
         for collector in held:
             collector.flush()
+
+    def _process_row_safely(self, state: RequestState, record: StepRecord, row: int, is_behind: bool) -> None:
+        try:
+            self._process_row(state, record, row, is_behind)
+        except Exception as exc:
+            self._fail_row(state, exc)
 
     def _process_row(self, state: RequestState, record: StepRecord, row: int, is_behind: bool) -> None:
         token_ids, finish, stop_token_id = _row(record, row)

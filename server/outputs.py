@@ -28,13 +28,6 @@ class CompletionOutput(msgspec.Struct, gc=False):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
-    def extend(self, newer: "CompletionOutput") -> None:
-        """Append a later delta of the same sequence."""
-        self.text += newer.text
-        self.token_ids += newer.token_ids
-        self.finish_reason = newer.finish_reason
-        self.stop_reason = newer.stop_reason
-
 
 class RequestOutput(msgspec.Struct):
     """What has become of a request since the last output.

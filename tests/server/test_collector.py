@@ -294,3 +294,16 @@ def test_a_full_writer_holds_one_output_for_each_sequence() -> None:
     collector.flush()
     assert [(event.index, event.text) for event in writer.events] == [(index, "x" * 1000) for index in range(3)]
     assert all(event.token_ids == list(range(event.index, 3000, 3)) for event in writer.events)
+
+
+def test_texts_that_merge_are_joined_once_when_they_are_taken() -> None:
+    collector = RequestOutputCollector("a", [1], 1, OutputKind.DELTA)
+    first = CompletionOutput(0, "word ", [5])
+    collector.put(first)
+    for _ in range(999):
+        collector.put(CompletionOutput(0, "word ", [5]))
+    assert first.text == "word "  # not grown by each delta, which would take quadratic time
+    output = collector.get_nowait()
+    assert output is not None
+    assert output.outputs[0].text == "word " * 1000
+    assert output.outputs[0].token_ids == [5] * 1000
