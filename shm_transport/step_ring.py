@@ -260,7 +260,7 @@ def _take(step: Step, rows: slice, tokens: slice, entries: slice) -> Step:
 
 
 class StepReader:
-    """The server's end. Who calls `read` holds a `filled` token (Consumer.try_wait, or the loop's StepWaiter)."""
+    """The server's end. Who calls `read` holds a `filled` token (Consumer.try_wait, or the loop's BlockWaiter)."""
 
     def __init__(self, segment: Segment) -> None:
         assert segment.header.ring == RingKind.STEP

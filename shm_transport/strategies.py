@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shm_transport.ring import Consumer
 from shm_transport.step_clock import StepClock, Window
-from shm_transport.waiter import StepWaiter
+from shm_transport.waiter import BlockWaiter
 
 STRATEGIES = ("block", "adaptive", "spin")
 
@@ -55,12 +55,12 @@ class SpinWaiter:
 class AdaptiveWaiter:
     """The `adaptive` strategy: blocks, but for the moments when the next step is due; then it spins.
 
-    While the engine is idle or irregular, or there is no core to spare for spinning, this is StepWaiter.
+    While the engine is idle or irregular, or there is no core to spare for spinning, this is BlockWaiter.
     """
 
     def __init__(self, consumer: Consumer, has_spare_core: Callable[[], bool], cpu_budget: float = 0.5) -> None:
         self._consumer = consumer
-        self._block = StepWaiter(consumer)
+        self._block = BlockWaiter(consumer)
         self._clock = StepClock(cpu_budget=cpu_budget, lead_ns=_TIMER_LEAD_NS)
         self._has_spare_core = has_spare_core
         self._may_spin = has_spare_core()
@@ -74,7 +74,7 @@ class AdaptiveWaiter:
         return self._block.try_wait()
 
     async def wait(self, timeout_s: float) -> None:
-        """Block until the window opens, spin while it is open, block again; ends as StepWaiter.wait does."""
+        """Block until the window opens, spin while it is open, block again; ends as BlockWaiter.wait does."""
         window = self._clock.window() if self._may_spin else None
         now_ns = time.monotonic_ns()
         if now_ns - self._checked_ns > _CHECK_NS:
@@ -109,13 +109,13 @@ class AdaptiveWaiter:
         self.num_spins_hit += 1
 
 
-Waiter = StepWaiter | SpinWaiter | AdaptiveWaiter
+Waiter = BlockWaiter | SpinWaiter | AdaptiveWaiter
 
 
 def make_waiter(strategy: str, consumer: Consumer, producer_pid: int) -> Waiter:
     """Return the waiter of a strategy for a ring that `producer_pid` fills."""
     if strategy == "block":
-        return StepWaiter(consumer)
+        return BlockWaiter(consumer)
     if strategy == "spin":
         return SpinWaiter(consumer)
     assert strategy == "adaptive"

@@ -16,7 +16,7 @@ from shm_transport.ring import Consumer
 _SLICE_S = 1.0  # how long the thread waits before it looks whether it should end
 
 
-class StepWaiter:
+class BlockWaiter:
     """The `block` strategy. All methods are called in the loop's thread."""
 
     def __init__(self, consumer: Consumer) -> None:
