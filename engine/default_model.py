@@ -75,7 +75,7 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 49152,
 }
 
-# The model card recommends temperature 0.2. With these 4-bit weights 9 of 32 draws then named another capital of France;
+# The model card recommends temperature 0.2; with these 4-bit weights 9 of 32 draws then named another capital,
 # at 0.1 none did.
 GENERATION_CONFIG: dict[str, Any] = {
     "bos_token_id": 1,

@@ -83,6 +83,8 @@ class InputProcessor:
             token_ids = await self._tokenize(request.prompt, request.add_special_tokens)
         else:
             token_ids = request.prompt
+        self._check_length(token_ids)
+        if token_ids is request.prompt:
             self._check_token_ids("prompt", token_ids)
         return self._fit(request, token_ids)
 
@@ -97,17 +99,19 @@ class InputProcessor:
             return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
+    def _check_length(self, token_ids: list[int]) -> None:
+        limit = self._model.max_model_len
+        if not token_ids:
+            raise RequestError("prompt is empty: it must have at least one token", param="prompt")
+        if len(token_ids) >= limit:
+            raise RequestError(
+                f"prompt has {len(token_ids)} tokens: at most {limit - 1}, so that one more fits the context",
+                param="prompt",
+            )
+
     def _fit(self, request: GenerateRequest, token_ids: list[int]) -> ProcessedRequest:
         model, params = self._model, request.params.without_duplicates()
         room = model.max_model_len - len(token_ids)
-        if not token_ids:
-            raise RequestError("prompt is empty: it must have at least one token", param="prompt")
-        if room < 1:
-            raise RequestError(
-                f"prompt has {len(token_ids)} tokens: at most {model.max_model_len - 1}, so that one more fits the "
-                f"context of {model.max_model_len}",
-                param="prompt",
-            )
         if params.max_tokens is not None and params.max_tokens > model.max_model_len:
             raise RequestError(
                 f"max_tokens is {params.max_tokens}: at most the context of {model.max_model_len}", param="max_tokens"

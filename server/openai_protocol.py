@@ -132,7 +132,7 @@ class CompletionRequest(_GenerationFields, kw_only=True):
             raise RequestError("prompt is missing or empty: a text, token ids, or a list of either", param="prompt")
         if isinstance(prompt, str):
             return [prompt]
-        if all(type(item) is int for item in prompt):
+        if type(prompt[0]) is int:  # the others are checked with the vocabulary, after the length
             return [prompt]
         if len(prompt) > _MAX_PROMPTS:
             raise RequestError(f"prompt is a list of {len(prompt)}: at most {_MAX_PROMPTS} prompts", param="prompt")
