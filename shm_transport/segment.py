@@ -118,8 +118,10 @@ def create(name: str, header: SegmentHeader) -> Segment:
         memory = mmap.mmap(shm.fd, header.segment_bytes)
         filled = posix_ipc.Semaphore(f"{name}-filled", posix_ipc.O_CREX, mode=0o600, initial_value=0)
         free = posix_ipc.Semaphore(f"{name}-free", posix_ipc.O_CREX, mode=0o600, initial_value=header.num_slots)
-    except BaseException:
+    except BaseException as exc:
         unlink_names(name)
+        if isinstance(exc, posix_ipc.Error | OSError):  # a full /dev/shm has no room for a semaphore either
+            raise SegmentError(f"cannot create the shared-memory segment {name}: {exc}") from exc
         raise
     finally:
         shm.close_fd()
@@ -133,6 +135,7 @@ def attach(name: str, ring: RingKind, epoch: int) -> Segment:
     Raises:
         SegmentMissingError: If there is no segment of that name, or no semaphores.
         SegmentMismatchError: If it is not a ring of this layout, direction, geometry and epoch.
+        SegmentError: If the kernel refuses, or the name is not that of a plain file.
     """
     try:
         shm = posix_ipc.SharedMemory(name)
@@ -140,10 +143,14 @@ def attach(name: str, ring: RingKind, epoch: int) -> Segment:
         raise SegmentMissingError(
             f"there is no shared-memory segment {name}: its creator is gone, or runs in another namespace"
         ) from exc
+    except (posix_ipc.Error, OSError, ValueError) as exc:
+        raise SegmentError(f"cannot open the shared-memory segment {name}: {exc}") from exc
     try:
         size = os.fstat(shm.fd).st_size
         header = _read_header(os.pread(shm.fd, SEGMENT_HEADER.itemsize, 0), size, name)
         memory = mmap.mmap(shm.fd, size)
+    except (OSError, ValueError) as exc:
+        raise SegmentError(f"cannot map the shared-memory segment {name}: {exc}") from exc
     finally:
         shm.close_fd()
     _expect(name, "ring", header.ring, ring)
@@ -152,6 +159,8 @@ def attach(name: str, ring: RingKind, epoch: int) -> Segment:
         filled, free = posix_ipc.Semaphore(f"{name}-filled"), posix_ipc.Semaphore(f"{name}-free")
     except posix_ipc.ExistentialError as exc:
         raise SegmentMissingError(f"the segment {name} has lost its semaphores: its creator is shutting down") from exc
+    except (posix_ipc.Error, OSError, ValueError) as exc:
+        raise SegmentError(f"cannot open the semaphores of the segment {name}: {exc}") from exc
     return Segment(name, header, memory, filled, free)
 
 

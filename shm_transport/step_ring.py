@@ -24,7 +24,7 @@ _ANY_FIRST = int(RecordFlag.ANY_FIRST)
 _ANY_LOGPROBS = int(RecordFlag.ANY_LOGPROBS)
 _STEP = int(RecordKind.STEP)
 _BYTE_KINDS = frozenset((RecordKind.ATTACHED, RecordKind.READY, RecordKind.REPLY, RecordKind.ERROR, RecordKind.DATA))
-_STALL_SLICE_S = 0.1  # how often a waiting producer looks whether the consumer still lives
+_STALL_SLICE_S = 0.05  # how often a waiting producer looks whether the consumer still lives
 
 Views = dict[str, NDArray[np.generic]]
 
@@ -86,7 +86,7 @@ class StepWriter:
 
     Args:
         segment: A step ring.
-        on_full: Called every 100 ms while the ring is full: keep the request ring drained, raise if the server died.
+        on_full: Called every 50 ms while the ring is full: keep the request ring drained, raise if the server died.
     """
 
     def __init__(self, segment: Segment, on_full: Callable[[], None]) -> None:

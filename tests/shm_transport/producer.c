@@ -57,7 +57,7 @@ static uint8_t *next_slot(ring_t *ring, sem_t *token) {
     return ring->memory + HEADER_BYTES + ring->sequence % num_slots * (uint64_t)slot_bytes;
 }
 
-static void publish(ring_t *ring, uint16_t kind, uint16_t flags, uint64_t handle, const int32_t *tokens, uint32_t rows) {
+static void publish(ring_t *ring, uint16_t kind, uint16_t flags, uint64_t handle, int32_t *tokens, uint32_t rows) {
     struct timespec now;
     uint8_t *slot = next_slot(ring, ring->free), *column = slot + RECORD_BYTES;
     const uint32_t items[] = {GET(uint32_t, ring->memory + 40), GET(uint32_t, ring->memory + 44)};

@@ -97,7 +97,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     name = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
     assert len(files_of(name)) == 3
-    assert len(segment.unlink_stale()) >= 3
+    segment.unlink_stale()
     assert files_of(name) == []
 
 
