@@ -34,12 +34,12 @@ def main() -> int:
     link = EngineLink(**config["link"])
     try:
         engine = _load(config)
+        step_log = StepLog(Path(config["step_log"])) if config.get("step_log") else None
     except Exception as exc:
         logger.debug("loading failed", exc_info=True)
         link.send_fatal(f"{type(exc).__name__}: {exc}")
         return 1
     link.send_ready(engine.limits())
-    step_log = StepLog(Path(config["step_log"])) if config.get("step_log") else None
     try:
         loop.run(engine, link, step_log)
     except PeerDiedError as exc:

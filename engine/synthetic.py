@@ -2,7 +2,8 @@
 
 Front-end tests and benchmarks run on it. It never imports torch. Pacing is free-running (as fast as the ring takes
 steps), a set step time, or lockstep: step k+1 only once a load client has counted every event of step k in a shared
-u64, so that the server cannot merge tokens and every event is one token.
+u64, so that the server cannot merge tokens and every event is one token. Every row counts as an event: in lockstep the
+text should have no token that is half a character.
 """
 
 import json
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -88,12 +90,12 @@ class SyntheticEngine:
         if not self._is_due():
             return None
         scheduled_ns = time.monotonic_ns()
-        self._admit(scheduled_ns)
+        num_admitted = self._admit(scheduled_ns)
         prefilled_ns = scheduled_ns - int(self._config.prefill_time_s * 1e9)
         seats = [seat for seat in self._running.values() if seat.scheduled_ns <= prefilled_ns]
         if not seats:
             time.sleep(_LOCKSTEP_POLL_S)
-            return None
+            return self._emit([], scheduled_ns) if num_admitted else None
         seats = [seat for seat in seats if not self._fail(seat)]
         return self._emit(seats, scheduled_ns)
 
@@ -115,18 +117,22 @@ class SyntheticEngine:
         if self._arrived is not None and int(self._arrived[0]) < self._num_events:
             time.sleep(_LOCKSTEP_POLL_S)
             return False
-        now_s = time.monotonic()
-        if now_s < self._next_step_s:
-            time.sleep(min(self._next_step_s - now_s, _MAX_SLEEP_S))
-            return time.monotonic() >= self._next_step_s
-        self._next_step_s = max(self._next_step_s, now_s - self._config.step_time_s) + self._config.step_time_s
+        time.sleep(min(max(self._next_step_s - time.monotonic(), 0.0), _MAX_SLEEP_S))
+        late_s = time.monotonic() - self._next_step_s
+        if late_s < 0:
+            return False
+        step_time_s = self._config.step_time_s
+        self._next_step_s += step_time_s if late_s < step_time_s else late_s + step_time_s  # never to catch up
         return True
 
-    def _admit(self, now_ns: int) -> None:
+    def _admit(self, now_ns: int) -> int:
+        """Seat those who wait; return how many."""
+        num_running = len(self._running)
         while self._waiting and len(self._running) < self._config.max_num_seqs:
             seat = self._waiting.popleft()
             seat.scheduled_ns = now_ns
             self._running[seat.request.handle] = seat
+        return len(self._running) - num_running
 
     def _fail(self, seat: _Seat) -> bool:
         if seat.num_tokens != self._config.fail_after:
@@ -217,7 +223,7 @@ def _logprobs(seats: list[_Seat], counts: np.ndarray, token_ids: list[int]) -> L
 
 def _load_tokens(config: SyntheticConfig) -> list[int]:
     if config.script:
-        tokens = json.loads(Path(config.script).read_text())
+        tokens = _read_script(config.script)
     else:
         from tokenizers import Tokenizer  # only here: a scripted engine starts without it
 
@@ -227,6 +233,17 @@ def _load_tokens(config: SyntheticConfig) -> list[int]:
     return list(tokens)
 
 
+def _read_script(path: str) -> Any:
+    try:
+        return json.loads(Path(path).read_text())
+    except ValueError as exc:
+        raise ValueError(f"the script {path!r} is not JSON: {exc}") from exc
+
+
 def _map_counter(path: str) -> np.ndarray:
+    if Path(path).stat().st_size < 8:
+        raise ValueError(
+            f"the lockstep file {path!r} has {Path(path).stat().st_size} bytes: it must hold one u64, 8 bytes"
+        )
     with Path(path).open("r+b") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 8), "<u8", 1)

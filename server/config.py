@@ -27,7 +27,7 @@ class ServeConfig:
     served_model_name: tuple[str, ...] = _option((), "names for requests to use; responses report the first", "NAME")
     chat_template: str | None = _option(None, "a file with a Jinja chat template, or the template itself", "TEMPLATE")
     max_num_queued_reqs: int = _option(2048, "live sequences beyond which new requests get a 503", "N")
-    max_body_mb: int = _option(32, "largest request body, MiB", "MIB")
+    max_body_mb: int = _option(16, "largest request body, MiB", "MIB")
     drain_timeout: float = _option(30.0, "time that running streams may take to end after SIGTERM", "SECONDS")
     step_timeout: float = _option(60.0, "time after which a step in progress counts as stuck", "SECONDS")
     wait_strategy: str = _option("adaptive", "how the server waits for the next step", choices=STRATEGIES)
@@ -77,4 +77,4 @@ def _at_least(config: ServeConfig, least: int, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if value is not None and not (value >= least and math.isfinite(value)):
-            raise StartupError(f"--{name.replace('_', '-')} is {value}: at least {least}")
+            raise StartupError(f"--{name.replace('_', '-')} is {value}: at least {least}, and finite")

@@ -9,8 +9,20 @@ ServerError
 ├── EngineGenerateError           one request failed in the engine; the others go on: 500
 ├── EngineDeadError               the engine process is gone: 503
 ├── ShuttingDownError             the server is draining: 503
+├── ClientGoneError               nobody reads the response any more: 499
 └── StartupError                  the server cannot start; the CLI prints it and exits with 2
 """
+
+import reprlib
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 100
+_REPR.maxlevel = 3
+
+
+def shown(value: object) -> str:
+    """Return a value for a message: short, and quick to make however large it is."""
+    return _REPR.repr(value)
 
 
 class ServerError(Exception):
@@ -89,6 +101,13 @@ class ShuttingDownError(ServerError):
     status = 503
     type = "ServiceUnavailableError"
     retry_after_s = 5
+
+
+class ClientGoneError(ServerError):
+    """The client has closed its connection."""
+
+    status = 499
+    type = "ClientGoneError"
 
 
 class StartupError(ServerError):

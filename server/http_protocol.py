@@ -6,6 +6,7 @@ file touches are held by tests/server/test_http_protocol.py; pyproject.toml boun
 
 import functools
 import json
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,9 @@ from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from server.sink import EXTENSION, Headers, until_disconnect
+
+_MAX_HEAD_BYTES = 65_536
+_MAX_PIPELINED = 64
 
 
 class TransportSink:
@@ -75,17 +79,45 @@ class TransportSink:
 
 
 class RingserveProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection; bounds what uvicorn does not: the size of a request's head, and requests in a pipeline."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sink: TransportSink | None = None  # of the response in progress
+        self._open_cycles: deque[RequestResponseCycle] = deque()  # the running one, then the pipeline
+        self._is_in_head = True
+        self._num_head_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; refuse a head that never ends, drop a client that asks without reading."""
+        super().data_received(data)
+        self._num_head_bytes = self._num_head_bytes + len(data) if self._is_in_head else 0
+        if self.transport.is_closing():
+            return
+        if self._num_head_bytes > _MAX_HEAD_BYTES:
+            self._refuse(431, f"the request's head exceeds {_MAX_HEAD_BYTES} bytes")
+        elif len(self.pipeline) > _MAX_PIPELINED:
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell every request of the connection; uvicorn tells the newest only, which may wait in the pipeline."""
+        for cycle in self._open_cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        """Note that a head begins."""
+        self._is_in_head = True
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """Offer the sink to the application; its task was created, and has not run yet."""
+        self._is_in_head = False
         super().on_headers_complete()
         cycle = self.cycle
         if cycle is not None:
+            self._open_cycles.append(cycle)
             extensions: dict[str, Any] = {EXTENSION: functools.partial(TransportSink, self, cycle)}
             cycle.scope["extensions"] = extensions
 
@@ -96,14 +128,20 @@ class RingserveProtocol(HttpToolsProtocol):
             self.sink.on_writable()
 
     def on_response_complete(self) -> None:
-        """Forget the sink of the response that has ended."""
+        """Forget the response that has ended."""
         self.sink = None
+        self._open_cycles.popleft()
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP at all, in the one error shape."""
-        error = {"message": msg, "type": "BadRequestError", "param": None, "code": 400}
-        body = json.dumps({"error": error}).encode()
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[400] + head + body)
+        self._refuse(400, msg)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Close the connection, with an error unless a response is in progress, into which it would be written."""
+        if not self._open_cycles:
+            error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
+            body = json.dumps({"error": error}).encode()
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()

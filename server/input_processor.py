@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from server.errors import RequestError
+from server.errors import RequestError, shown
 from server.model_info import ModelInfo
 from server.outputs import OutputKind
 from server.sampling_params import SamplingParams
 from shm_transport.messages import AddRequest
 
-_INLINE_CHARS = 4096  # longer texts are tokenized on a thread: 4,096 characters take about a millisecond
+_INLINE_ITEMS = 4096  # characters or token ids; more are processed on a thread: so many take about a millisecond
+_MESSAGE_ITEMS = 64  # what rendering a message costs beside its text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,18 +70,27 @@ class InputProcessor:
         template = self._model.chat_template
         if template is None:
             raise RequestError("this model has no chat template: use /v1/completions, or start with --chat-template")
-        if sum(len(message.get("content") or "") for message in messages) <= _INLINE_CHARS:
+        if sum(len(message["content"]) + _MESSAGE_ITEMS for message in messages) <= _INLINE_ITEMS:
             return template.render(messages)
         return await asyncio.to_thread(template.render, messages)
 
     async def process(self, request: GenerateRequest) -> ProcessedRequest:
-        """Tokenize (long texts on a thread) and validate.
+        """Process one request; errors as process_all."""
+        return (await self.process_all([request]))[0]
+
+    async def process_all(self, requests: list[GenerateRequest]) -> list[ProcessedRequest]:
+        """Tokenize and validate; on a thread if there is much of it.
 
         Raises:
             RequestError: Naming the field, its value and the remedy.
         """
+        if sum(len(request.prompt) for request in requests) <= _INLINE_ITEMS:
+            return [self._process(request) for request in requests]
+        return await asyncio.to_thread(lambda: [self._process(request) for request in requests])
+
+    def _process(self, request: GenerateRequest) -> ProcessedRequest:
         if isinstance(request.prompt, str):
-            token_ids = await self._tokenize(request.prompt, request.add_special_tokens)
+            token_ids = self._tokenize(request.prompt, request.add_special_tokens)
         else:
             token_ids = request.prompt
         self._check_length(token_ids)
@@ -88,16 +98,14 @@ class InputProcessor:
             self._check_token_ids("prompt", token_ids)
         return self._fit(request, token_ids)
 
-    async def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         model = self._model
         if len(text) > model.max_model_len * model.tokenizer.longest_token:
             raise RequestError(
                 f"prompt has {len(text)} characters, more than {model.max_model_len} tokens can hold: shorten it",
                 param="prompt",
             )
-        if len(text) <= _INLINE_CHARS:
-            return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_length(self, token_ids: list[int]) -> None:
         limit = self._model.max_model_len
@@ -133,9 +141,10 @@ class InputProcessor:
         )  # fmt: skip
 
     def _check_token_ids(self, field_name: str, token_ids: "list[int] | tuple[int, ...]") -> None:
-        for token_id in token_ids:
-            if type(token_id) is not int or not 0 <= token_id < self._model.vocab_size:
-                raise RequestError(
-                    f"{field_name} holds {token_id!r}: token ids are integers from 0 to {self._model.vocab_size - 1}",
-                    param=field_name,
-                )
+        size = self._model.vocab_size
+        if not token_ids or (set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < size):
+            return
+        wrong = next(token_id for token_id in token_ids if type(token_id) is not int or not 0 <= token_id < size)
+        raise RequestError(
+            f"{field_name} holds {shown(wrong)}: token ids are integers from 0 to {size - 1}", param=field_name
+        )

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _TOLD_LIMIT_S = 2.5  # how long clients may take to read that the engine has died
 _HEALTH_503_S = 1.1  # /health answers 503 for so long after the last of them was told
+_LAST_WORDS_S = 0.1  # for error events to leave when a second signal ends everything
 _GRACE_S = 1.0  # from the drain's deadline, when streams get their error event, to cutting connections
 
 
@@ -67,8 +68,13 @@ class Server(uvicorn.Server):
         timer = asyncio.get_running_loop().call_later(drain_s, self._llm.fail_all, error)
         await super().shutdown(sockets)
         timer.cancel()
+        if self.force_exit:
+            self._llm.fail_all(ShuttingDownError("the server was told twice to end"))
+            await asyncio.sleep(_LAST_WORDS_S)
+            await self.lifespan.shutdown()  # which uvicorn leaves out then, and cancels with a traceback
 
     def _on_engine_death(self) -> None:
+        self.exit_status = 1
         self._death_task = asyncio.get_running_loop().create_task(self._exit_after_death())
 
     async def _exit_after_death(self) -> None:
@@ -76,7 +82,6 @@ class Server(uvicorn.Server):
         while self.server_state.tasks and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         await asyncio.sleep(_HEALTH_503_S)
-        self.exit_status = 1
         self.config.timeout_graceful_shutdown = 0.2  # type: ignore[assignment]  # wait_for takes fractions too
         self.should_exit = True
 

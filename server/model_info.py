@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from server.chat_template import ChatTemplate
-from server.errors import StartupError
+from server.errors import RequestError, StartupError, shown
+from server.sampling_params import SamplingParams
 from server.tokenizer import Tokenizer, load_chat_template, read_json
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
@@ -40,9 +41,7 @@ class ModelInfo:
             chat_template=load_chat_template(directory, chat_template, tokenizer.special_tokens),
             eos_token_id=eos,
             extra_eos_token_ids=tuple(token_id for token_id in named if token_id != eos),
-            sampling_defaults={
-                name: generation[name] for name in _SAMPLING_DEFAULTS if isinstance(generation.get(name), (int, float))
-            },
+            sampling_defaults=_sampling_defaults(generation, directory),
         )
 
     def with_limits(self, *, max_model_len: int, vocab_size: int) -> "ModelInfo":
@@ -53,8 +52,20 @@ class ModelInfo:
 def _token_ids(config: dict[str, Any], directory: Path) -> list[int]:
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token_id, int) for token_id in ids):
+    if not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
         raise StartupError(
-            f"eos_token_id is {value!r} in the configuration of {directory}: a token id or a list of them"
+            f"eos_token_id is {shown(value)} in the configuration of {directory}: must be a token id or a list of them"
         )
     return ids
+
+
+def _sampling_defaults(generation: dict[str, Any], directory: Path) -> dict[str, float]:
+    defaults = {name: generation[name] for name in _SAMPLING_DEFAULTS if generation.get(name) is not None}
+    wrong = {k: v for k, v in defaults.items() if type(v) not in ((int,) if k == "top_k" else (int, float))}
+    try:
+        SamplingParams(**(defaults if not wrong else {}))
+    except RequestError as exc:
+        raise StartupError(f"{directory / 'generation_config.json'}: {exc}") from exc
+    if wrong:
+        raise StartupError(f"{directory / 'generation_config.json'}: {shown(wrong)} must be numbers, top_k an integer")
+    return defaults

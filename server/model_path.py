@@ -22,6 +22,8 @@ def resolve(model: str | None) -> Path:
     """
     if model is None:
         return pull_default_model()
+    if not model:
+        raise StartupError("model is '': name a directory or a hub id, or leave it out for the default model")
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve()
@@ -39,10 +41,16 @@ def pull_default_model() -> Path:
         StartupError: If it fails; its messages are on the terminal.
     """
     command = [sys.executable, "-P", "-m", "engine.default_model"]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if result.returncode != 0:
-        raise StartupError(f"the default model could not be made (status {result.returncode}): see the messages above")
-    return Path(result.stdout.strip())
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        path, _ = process.communicate()
+    except BaseException:  # a signal: the process removes what it has begun
+        process.terminate()
+        process.communicate()
+        raise
+    if process.returncode != 0:
+        raise StartupError(f"the default model could not be made (status {process.returncode}): see the messages above")
+    return Path(path.strip())
 
 
 def _download(hub_id: str) -> Path:

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from server.errors import RequestError
+from server.errors import RequestError, shown
 from server.sampling_params import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -92,7 +92,7 @@ class _GenerationFields(msgspec.Struct, kw_only=True):
             value = getattr(self, name)
             if value is not None and not any(_is_same(value, v) for v in neutral):
                 raise RequestError(
-                    f"{name} is {_shown(value)}: this server does not support it, leave it out", param=name
+                    f"{name} is {shown(value)}: this server does not support it, leave it out", param=name
                 )
         if self.stream_options is not None and not self.stream:
             raise RequestError(
@@ -176,6 +176,19 @@ class ChatCompletionRequest(_GenerationFields, kw_only=True):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
 
+    def token_limit(self) -> int | None:
+        """Return max_completion_tokens, or its older name's value.
+
+        Raises:
+            RequestError: If it is below 1.
+        """
+        limit = self.max_completion_tokens
+        if limit is not None and limit < 1:
+            raise RequestError(
+                f"max_completion_tokens is {shown(limit)}: must be at least 1", param="max_completion_tokens"
+            )
+        return self.max_tokens if limit is None else limit
+
     def template_messages(self) -> list[dict[str, Any]]:
         """Return the messages for the chat template.
 
@@ -195,7 +208,7 @@ def _content_text(content: "str | list[Any] | None") -> str:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
             raise RequestError(
-                f'messages has a content part {_shown(part)}: only {{"type": "text", "text": ...}} is supported',
+                f'messages has a content part {shown(part)}: only {{"type": "text", "text": ...}} is supported',
                 param="messages",
             )
         texts.append(text)
@@ -205,8 +218,3 @@ def _content_text(content: "str | list[Any] | None") -> str:
 def _is_same(value: object, neutral: object) -> bool:
     """Compare as JSON does: 0 is 0.0, and no False."""
     return value is neutral or (value == neutral and not isinstance(value, bool) and not isinstance(neutral, bool))
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -26,26 +26,24 @@ async def chat_completions(request: Request) -> ASGIApp:
     body = await read_body(request, ChatCompletionRequest, serving.max_body_bytes)
     serving.check_model(body.model)
     body.check()
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = body.sampling_params(max_tokens, serving.llm.model.sampling_defaults)
+    params = body.sampling_params(body.token_limit(), serving.llm.model.sampling_defaults)
     messages = body.template_messages()
     serving.llm.check_admission(params.n)
     prompt = await serving.llm.input_processor.render_chat(messages)
     response_id = f"chatcmpl-{_request_id(request, body.request_id)}"
-    processed = await serving.llm.input_processor.process(
-        GenerateRequest(
-            request_id=response_id,
-            prompt=prompt,
-            params=params,
-            kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
-            add_special_tokens=False,
-        )
+    generate = GenerateRequest(
+        request_id=response_id,
+        prompt=prompt,
+        params=params,
+        kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
+        add_special_tokens=False,
     )
+    processed = await serving.llm.input_processor.process_all([generate])
     identity = serving.identity(response_id)
     if body.stream:
-        return StreamResponse(serving.llm, [processed], ChatChunks(identity), body.stream_options)
-    outputs = await collect(serving.llm, [processed], request.receive)
-    return JsonResponse(_response(identity, "chat.completion", _chat_choice, [processed], outputs))
+        return StreamResponse(serving.llm, processed, ChatChunks(identity), body.stream_options)
+    outputs = await collect(serving.llm, processed, request.receive)
+    return JsonResponse(_response(identity, "chat.completion", _chat_choice, processed, outputs))
 
 
 async def completions(request: Request) -> ASGIApp:
@@ -59,19 +57,18 @@ async def completions(request: Request) -> ASGIApp:
     prompts = body.prompts()
     serving.llm.check_admission(params.n * len(prompts))
     response_id = f"cmpl-{_request_id(request, body.request_id)}"
-    processed = [
-        await serving.llm.input_processor.process(
-            GenerateRequest(
-                request_id=response_id,
-                prompt=prompt,
-                params=params,
-                kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
-                add_special_tokens=body.add_special_tokens is not False,
-                first_index=i * params.n,
-            )
+    generate = [
+        GenerateRequest(
+            request_id=response_id,
+            prompt=prompt,
+            params=params,
+            kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
+            add_special_tokens=body.add_special_tokens is not False,
+            first_index=i * params.n,
         )
         for i, prompt in enumerate(prompts)
     ]
+    processed = await serving.llm.input_processor.process_all(generate)
     identity = serving.identity(response_id)
     if body.stream:
         return StreamResponse(serving.llm, processed, CompletionChunks(identity), body.stream_options)

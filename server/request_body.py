@@ -4,13 +4,16 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from server.errors import BodyTooLargeError, RequestError
+from server.errors import BodyTooLargeError, ClientGoneError, RequestError
 
 T = TypeVar("T")
 
+_MAX_OBJECTS = 65_536  # decoding millions of tiny objects would hold the event loop for seconds
+
 _AT_PATH = re.compile(r" - at `\$(.*)`$")
+_MISSING = re.compile(r"missing required field `(\w+)`")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 
 
@@ -20,11 +23,16 @@ async def read_body(request: Request, kind: type[T], max_bytes: int) -> T:
     Raises:
         RequestError: If it is not JSON of this kind, or its content type is not application/json.
         BodyTooLargeError: If it exceeds `max_bytes`.
+        ClientGoneError: If the client left before it was there.
     """
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise RequestError(f"Content-Type is {content_type!r}: must be application/json")
-    return decode(await _read(request, max_bytes), kind)
+    try:
+        body = await _read(request, max_bytes)
+    except ClientDisconnect as exc:
+        raise ClientGoneError("the client closed its connection before its request was complete") from exc
+    return decode(body, kind)
 
 
 def decode(body: bytes, kind: type[T]) -> T:
@@ -33,12 +41,15 @@ def decode(body: bytes, kind: type[T]) -> T:
     Raises:
         RequestError: Naming the field and its value where there is one.
     """
+    if (num_objects := body.count(b"{")) > _MAX_OBJECTS:
+        raise RequestError(f"the body has {num_objects} objects: at most {_MAX_OBJECTS}")
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as exc:
         raise _field_error(body, str(exc)) from exc
     except msgspec.DecodeError as exc:
-        raise RequestError(f"the body is not valid JSON: {exc}") from exc
+        hint = ", or a lone surrogate in a string" if b"\\ud" in body.lower() else ""
+        raise RequestError(f"the body is not valid JSON{hint}: {exc}") from exc
     except UnicodeDecodeError as exc:
         raise RequestError(f"the body is not valid UTF-8: {exc.reason} at byte {exc.start}") from exc
     except RecursionError as exc:
@@ -62,6 +73,10 @@ def _field_error(body: bytes, message: str) -> RequestError:
     match = _AT_PATH.search(message)
     path = match[1].lstrip(".") if match else ""
     reason = _AT_PATH.sub("", message)
+    missing = _MISSING.search(reason)
+    if missing is not None:
+        name = f"{path}.{missing[1]}" if path else missing[1]
+        return RequestError(f"{name} is missing: it is required", param=name)
     if not path:
         return RequestError(f"the body is wrong: {reason}", param=None)
     return RequestError(f"{path} is {_value_at(body, match[1] if match else '')}: {reason}", param=path)

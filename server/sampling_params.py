@@ -1,10 +1,9 @@
 """One request's sampling parameters, validated: what the model's vocabulary and context say comes in InputProcessor."""
 
-import math
 import secrets
 from dataclasses import dataclass, replace
 
-from server.errors import RequestError
+from server.errors import RequestError, shown
 
 MAX_N = 128
 MAX_STOP_STRINGS = 4
@@ -77,5 +76,4 @@ class SamplingParams:
 
 def _check(is_valid: bool, name: str, value: object, rule: str) -> None:
     if not is_valid:
-        shown = "NaN" if isinstance(value, float) and math.isnan(value) else repr(value)
-        raise RequestError(f"{name} is {shown}: {rule}", param=name)
+        raise RequestError(f"{name} is {shown(value)}: {rule}", param=name)

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.async_llm import AsyncLLM
 from server.collector import RequestOutputCollector
-from server.errors import NotFoundError, ServerError
+from server.errors import ClientGoneError, NotFoundError, ServerError, shown
 from server.input_processor import ProcessedRequest
 from server.openai_protocol import StreamOptions
 from server.outputs import RequestOutput
@@ -37,7 +37,7 @@ class Serving:
         """
         if name is not None and name not in self.model_names:
             served = ", ".join(self.model_names)
-            raise NotFoundError(f"model is {name!r}: this server has {served}", param="model")
+            raise NotFoundError(f"model is {shown(name)}: this server has {served}", param="model")
 
     def identity(self, response_id: str) -> StreamIdentity:
         """Return what all chunks of one response have in common."""
@@ -103,13 +103,6 @@ def _submit(
             collectors.append(llm.submit(request))
     except ServerError as exc:
         stream.fail(exc)
-
-
-class ClientGoneError(ServerError):
-    """The client has closed its connection; nobody reads the response."""
-
-    status = 499
-    type = "ClientGoneError"
 
 
 async def collect(llm: AsyncLLM, requests: list[ProcessedRequest], receive: Receive) -> list[RequestOutput]:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from server.chat_template import ChatTemplate
 from server.detokenizer import Detokenizer, StreamDetokenizer, TableDetokenizer
-from server.errors import StartupError
+from server.errors import StartupError, shown
 from server.token_table import make_tables
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -99,21 +99,30 @@ def read_json(path: Path) -> dict[str, Any]:
 def _template_source(directory: Path) -> str | None:
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text()
+        return _read_text(file)
     template = read_json(directory / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):  # several named ones
-        named = {entry.get("name"): entry.get("template") for entry in template}
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        path = directory / "tokenizer_config.json"
+        raise StartupError(f"chat_template in {path} is {shown(template)}: must be a text, or a list with a default")
     return template
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise StartupError(f"{path} cannot be read as text: {exc}") from exc
 
 
 def _override_source(override: str) -> str:
     if "{" in override:
         return override
-    try:
-        return Path(override).read_text()
-    except OSError as exc:
-        raise StartupError(f"--chat-template {override!r} is neither Jinja source nor a readable file: {exc}") from exc
+    if not Path(override).is_file():
+        raise StartupError(f"--chat-template {override!r} is neither Jinja source nor a file")
+    return _read_text(Path(override))
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -189,11 +189,13 @@ def test_a_second_sigterm_ends_at_once(start_server, wait) -> None:
     server.process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     started = time.monotonic()
-    server.stop()
+    assert server.stop() == 0
     assert time.monotonic() - started < 10
     assert server.leftovers() == []
     stream.join()
-    assert stream.is_cut
+    assert stream.events[-1] == "[DONE]"
+    assert "told twice" in stream.events[-2]
+    assert server.stderr == ""
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.15, 0.3, 0.5])

@@ -6,6 +6,7 @@ import struct
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -221,6 +222,17 @@ def test_a_script_and_the_step_log(start_server, tmp_path) -> None:
     assert len(rows) == 3 + 10 + 2
     assert all(row[1:] == [1, 1] for row in rows)
     assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+
+
+def test_steps_come_at_the_step_time(start_server, tmp_path) -> None:
+    log = tmp_path / "steps"
+    server = start_server("--engine", "synthetic", "--step-time-ms", "30", "--step-log", str(log))
+    events = server.stream("/v1/completions", prompt="a", max_tokens=12)
+    assert len(events) == 13  # an event a token, and [DONE]
+    stamps = [int(line.split()[0]) for line in log.read_text().splitlines()]
+    gaps_ms = [(b - a) / 1e6 for a, b in pairwise(stamps)]
+    assert min(gaps_ms) > 15
+    assert sorted(gaps_ms)[len(gaps_ms) // 2] < 60
 
 
 @pytest.mark.parametrize("tokens_per_step", ["2", "7"])

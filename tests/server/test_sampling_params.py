@@ -39,7 +39,7 @@ def test_a_value_at_its_limit_is_taken(name: str, value: Any) -> None:
 
 
 def test_nan_is_shown_as_what_it_is() -> None:
-    with pytest.raises(RequestError, match="temperature is NaN"):
+    with pytest.raises(RequestError, match="temperature is nan"):
         SamplingParams(temperature=NAN)
 
 
