@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from server.errors import RequestError, shown
 from server.model_info import ModelInfo
@@ -43,12 +44,17 @@ class ProcessedRequest:
     eos_token_id: int
     stop_token_ids: tuple[int, ...]
     first_index: int
+    prompt_array: NDArray[np.int32] = field(init=False)  # prompt_token_ids for the engine, once for all n sequences
+
+    def __post_init__(self) -> None:
+        """Convert the prompt here, where it may be on a thread."""
+        object.__setattr__(self, "prompt_array", np.array(self.prompt_token_ids, np.int32))
 
     def engine_request(self, handle: int, seed: int) -> AddRequest:
         """Return the message to the engine for one of the n sequences."""
         params = self.params
         return AddRequest(
-            handle=handle, prompt_token_ids=np.array(self.prompt_token_ids, np.int32), max_tokens=self.max_tokens,
+            handle=handle, prompt_token_ids=self.prompt_array, max_tokens=self.max_tokens,
             min_tokens=params.min_tokens, temperature=params.temperature, top_p=params.top_p,
             top_k=max(params.top_k, 0), min_p=params.min_p, seed=seed, eos_token_id=self.eos_token_id,
             stop_token_ids=self.stop_token_ids,
