@@ -46,7 +46,7 @@ class RealTokenizer:
         self._tokens |= {token["id"]: token["content"] for token in spec["added_tokens"]}
         self.ids = sorted(self._tokens)
         self.incomplete_ids = [token_id for token_id in self.ids if not is_utf8(self._token_bytes(token_id))]
-        self.library = LibraryTokenizer.from_file(str(path))
+        self.hf = LibraryTokenizer.from_file(str(path))
         self.server = Tokenizer.load(path)
 
     def _token_bytes(self, token_id: int) -> bytes:
@@ -85,10 +85,10 @@ class RealTokenizer:
             seen = self.joined_bytes(prompt + output[:n], skip_special_tokens)
             assert "".join(deltas[:n]) == self.certain_text(seen)[num_before:]
         if is_utf8(data):
-            whole = self.library.decode(prompt + output, skip_special_tokens=skip_special_tokens)
+            whole = self.hf.decode(prompt + output, skip_special_tokens=skip_special_tokens)
             assert text == whole[num_before:]
             if is_utf8(before):
-                assert text == whole.removeprefix(self.library.decode(prompt, skip_special_tokens=skip_special_tokens))
+                assert text == whole.removeprefix(self.hf.decode(prompt, skip_special_tokens=skip_special_tokens))
         return text
 
 
@@ -171,7 +171,7 @@ def test_random_ids_give_the_oracles_text(real: RealTokenizer, data: st.DataObje
 def test_random_text_encoded_and_split_gives_the_oracles_text(
     real: RealTokenizer, text: str, data: st.DataObject, skip_special_tokens: bool
 ) -> None:
-    ids = real.library.encode(text, add_special_tokens=data.draw(st.booleans())).ids
+    ids = real.hf.encode(text, add_special_tokens=data.draw(st.booleans())).ids
     at = data.draw(st.integers(0, len(ids)))
     real.check(ids[:at], ids[at:], skip_special_tokens)
 
@@ -213,7 +213,7 @@ def test_hundreds_of_markdown_tokens_come_back_whole_under_several_splits(
     real: RealTokenizer, skip_special_tokens: bool
 ) -> None:
     text = MARKDOWN * 4
-    ids = real.library.encode(text, add_special_tokens=False).ids
+    ids = real.hf.encode(text, add_special_tokens=False).ids
     assert len(ids) > 300
     for at in (0, 1, 7, len(ids) // 2, len(ids) - 1):
         real.check(ids[:at], ids[at:], skip_special_tokens)

@@ -62,16 +62,16 @@ class TinyTokenizer:
         library.add_special_tokens([AddedToken(token, normalized=False) for token in dict.fromkeys([EOS, *special])])
         library.add_tokens([AddedToken(piece["added"], normalized=False) for piece in pieces if "added" in piece])
         self.kind = kind
-        self.library = library
+        self.hf = library
         self.server = Tokenizer(library, {})
         self.eos_id = self.id_of({"eos": True})
 
     def id_of(self, piece: Piece) -> int:
         if "oov" in piece:
-            return int(self.library.get_vocab_size()) + 7
+            return int(self.hf.get_vocab_size()) + 7
         named = EOS if "eos" in piece else piece.get("special") or piece.get("added")
         token = named or _spelling(self.kind, piece)
-        token_id = self.library.token_to_id(token)
+        token_id = self.hf.token_to_id(token)
         assert token_id is not None, piece
         return int(token_id)
 
