@@ -19,7 +19,7 @@ from server.model_info import ModelInfo
 from server.output_processor import OutputProcessor, abort_all
 from server.outputs import RequestOutput
 from shm_transport.errors import PeerDiedError
-from shm_transport.records import RecordKind
+from shm_transport.records import ENGINE_HANDLE, RecordKind
 from shm_transport.step_ring import Message, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -302,6 +302,8 @@ def _take_message(pipe: _Pipe, message: Message) -> None:
     if message.kind != RecordKind.ERROR:
         logger.warning("the engine sent an unexpected %s message", message.kind.name)
         return
-    handle = _HANDLE.unpack_from(message.body)[0]
-    siblings = pipe.outputs.fail(handle, EngineGenerateError(message.body[_HANDLE.size :].decode()))
+    handle, text = _HANDLE.unpack_from(message.body)[0], message.body[_HANDLE.size :].decode()
+    if handle == ENGINE_HANDLE:
+        logger.error("the engine reports: %s", text)
+    siblings = pipe.outputs.fail(handle, EngineGenerateError(text))
     pipe.abort([other for other in siblings if other != handle])
