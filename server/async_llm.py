@@ -16,7 +16,7 @@ from server.engine_process import EngineProcess
 from server.errors import EngineDeadError, EngineGenerateError, OverloadedError, ServerError
 from server.input_processor import GenerateRequest, InputProcessor, ProcessedRequest
 from server.model_info import ModelInfo
-from server.output_processor import OutputProcessor, abort_all
+from server.output_processor import OutputProcessor
 from server.outputs import RequestOutput
 from shm_transport.errors import PeerDiedError
 from shm_transport.records import ENGINE_HANDLE, RecordKind
@@ -227,7 +227,7 @@ class AsyncLLM(EngineClient):
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End every request of these ids with finish reason abort. Never suspends."""
         request_ids = (request_id,) if isinstance(request_id, str) else tuple(request_id)
-        handles = abort_all(self._pipe.outputs, request_ids)
+        handles = [handle for name in request_ids for handle in self._pipe.outputs.abort(name)]
         if handles and self._pipe.dead_error is None:
             self._pipe.abort(handles)
 

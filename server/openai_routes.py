@@ -2,6 +2,8 @@
 
 import re
 import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -14,10 +16,21 @@ from server.json_response import JsonResponse
 from server.openai_protocol import DEFAULT_COMPLETION_TOKENS, ChatCompletionRequest, CompletionRequest
 from server.outputs import CompletionOutput, OutputKind, RequestOutput
 from server.request_body import read_body
+from server.sampling_params import SamplingParams
 from server.serving import Serving, StreamResponse, collect
-from server.sse import ChatChunks, CompletionChunks, StreamIdentity
+from server.sse import ChatChunks, ChunkFormat, CompletionChunks, StreamIdentity
 
 _REQUEST_ID = re.compile(r"[\w.:@/-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoint:
+    """What differs between the two generating endpoints' answers."""
+
+    id_prefix: str
+    object: str
+    chunks: Callable[[StreamIdentity], ChunkFormat]
+    choice: Callable[[CompletionOutput], dict[str, Any]]
 
 
 async def chat_completions(request: Request) -> ASGIApp:
@@ -30,20 +43,7 @@ async def chat_completions(request: Request) -> ASGIApp:
     messages = body.template_messages()
     serving.llm.check_admission(params.n)
     prompt = await serving.llm.input_processor.render_chat(messages)
-    response_id = f"chatcmpl-{_request_id(request, body.request_id)}"
-    generate = GenerateRequest(
-        request_id=response_id,
-        prompt=prompt,
-        params=params,
-        kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
-        add_special_tokens=False,
-    )
-    processed = await serving.llm.input_processor.process_all([generate])
-    identity = serving.identity(response_id)
-    if body.stream:
-        return StreamResponse(serving.llm, processed, ChatChunks(identity), body.stream_options)
-    outputs = await collect(serving.llm, processed, request.receive)
-    return JsonResponse(_response(identity, "chat.completion", _chat_choice, processed, outputs))
+    return await _answer(request, body, _CHAT, params, [prompt], add_special_tokens=False)
 
 
 async def completions(request: Request) -> ASGIApp:
@@ -56,24 +56,8 @@ async def completions(request: Request) -> ASGIApp:
     params = body.sampling_params(max_tokens, serving.llm.model.sampling_defaults)
     prompts = body.prompts()
     serving.llm.check_admission(params.n * len(prompts))
-    response_id = f"cmpl-{_request_id(request, body.request_id)}"
-    generate = [
-        GenerateRequest(
-            request_id=response_id,
-            prompt=prompt,
-            params=params,
-            kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
-            add_special_tokens=body.add_special_tokens is not False,
-            first_index=i * params.n,
-        )
-        for i, prompt in enumerate(prompts)
-    ]
-    processed = await serving.llm.input_processor.process_all(generate)
-    identity = serving.identity(response_id)
-    if body.stream:
-        return StreamResponse(serving.llm, processed, CompletionChunks(identity), body.stream_options)
-    outputs = await collect(serving.llm, processed, request.receive)
-    return JsonResponse(_response(identity, "text_completion", _completion_choice, processed, outputs))
+    add_special_tokens = body.add_special_tokens is not False
+    return await _answer(request, body, _COMPLETION, params, prompts, add_special_tokens=add_special_tokens)
 
 
 async def models(request: Request) -> ASGIApp:
@@ -98,6 +82,38 @@ ROUTES = [
 ]
 
 
+async def _answer(
+    request: Request,
+    body: ChatCompletionRequest | CompletionRequest,
+    endpoint: _Endpoint,
+    params: SamplingParams,
+    prompts: list[str | list[int]],
+    *,
+    add_special_tokens: bool,
+) -> ASGIApp:
+    """Generate for each prompt; return the response that streams the choices, or that holds them all."""
+    serving: Serving = request.app.state.serving
+    response_id = f"{endpoint.id_prefix}-{_request_id(request, body.request_id)}"
+    processed = await serving.llm.input_processor.process_all(
+        [
+            GenerateRequest(
+                request_id=response_id,
+                prompt=prompt,
+                params=params,
+                kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
+                add_special_tokens=add_special_tokens,
+                first_index=i * params.n,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+    )
+    identity = serving.identity(response_id)
+    if body.stream:
+        return StreamResponse(serving.llm, processed, endpoint.chunks(identity), body.stream_options)
+    outputs = await collect(serving.llm, processed, request.receive)
+    return JsonResponse(_response(identity, endpoint, processed, outputs))
+
+
 def _request_id(request: Request, field: str | None) -> str:
     given = request.headers.get("x-request-id") or field
     if given is None:
@@ -117,13 +133,9 @@ def _card(serving: Serving, name: str) -> dict[str, Any]:
 
 
 def _response(
-    identity: StreamIdentity,
-    kind: str,
-    choice: Any,
-    requests: list[ProcessedRequest],
-    outputs: list[RequestOutput],
+    identity: StreamIdentity, endpoint: _Endpoint, requests: list[ProcessedRequest], outputs: list[RequestOutput]
 ) -> dict[str, Any]:
-    choices = [choice(output) for request_output in outputs for output in request_output.outputs]
+    choices = [endpoint.choice(output) for request_output in outputs for output in request_output.outputs]
     prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
     completion_tokens = sum(len(output.token_ids) for request_output in outputs for output in request_output.outputs)
     usage = {
@@ -131,7 +143,7 @@ def _response(
         "completion_tokens": completion_tokens, "prompt_tokens_details": None,
     }  # fmt: skip
     return {
-        "id": identity.response_id, "object": kind, "created": identity.created, "model": identity.model,
+        "id": identity.response_id, "object": endpoint.object, "created": identity.created, "model": identity.model,
         "choices": choices, "service_tier": None, "system_fingerprint": identity.fingerprint, "usage": usage,
     }  # fmt: skip
 
@@ -152,3 +164,7 @@ def _completion_choice(output: CompletionOutput) -> dict[str, Any]:
         "index": output.index, "text": output.text, "logprobs": None, "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason, "token_ids": None, "prompt_logprobs": None, "prompt_token_ids": None,
     }  # fmt: skip
+
+
+_CHAT = _Endpoint("chatcmpl", "chat.completion", ChatChunks, _chat_choice)
+_COMPLETION = _Endpoint("cmpl", "text_completion", CompletionChunks, _completion_choice)

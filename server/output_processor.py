@@ -5,7 +5,7 @@ Loop thread only. A failure in one request's output ends that request, never the
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from server.collector import RequestOutputCollector
 from server.detokenizer import Detokenizer
@@ -275,8 +275,3 @@ def _row(record: StepRecord, row: int) -> tuple[list[int], int, int]:
 def _note_first(state: RequestState, first: FirstRows, row: int) -> None:
     if first.queued_ns[row]:
         state.collector.num_cached_tokens = first.num_cached_tokens[row]
-
-
-def abort_all(processor: OutputProcessor, request_ids: Iterable[str]) -> list[int]:
-    """End every sequence of several request ids; return their handles."""
-    return [handle for request_id in request_ids for handle in processor.abort(request_id)]

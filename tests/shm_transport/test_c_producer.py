@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,13 +35,8 @@ def producer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def rings() -> Iterator[tuple[Segment, Segment]]:
-    name = segment.new_base_name()
-    steps = segment.create(name + "-step", segment.step_header(CONFIG, EPOCH))
-    requests = segment.create(name + "-request", segment.request_header(CONFIG, EPOCH))
-    yield steps, requests
-    steps.unlink()
-    requests.unlink()
+def rings(make_rings) -> tuple[Segment, Segment]:
+    return make_rings(CONFIG, EPOCH)
 
 
 def run_to_end(producer: Path, rings: tuple[Segment, Segment], epoch: int = EPOCH) -> subprocess.CompletedProcess[str]:

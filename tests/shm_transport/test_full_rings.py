@@ -68,13 +68,8 @@ def engine(step_name: str, request_name: str) -> None:
 
 
 @pytest.fixture
-def rings() -> Iterator[tuple[Segment, Segment]]:
-    name = segment.new_base_name()
-    steps = segment.create(name + "-step", segment.step_header(CONFIG, EPOCH))
-    requests = segment.create(name + "-request", segment.request_header(CONFIG, EPOCH))
-    yield steps, requests
-    steps.unlink()
-    requests.unlink()
+def rings(make_rings) -> tuple[Segment, Segment]:
+    return make_rings(CONFIG, EPOCH)
 
 
 @pytest.fixture
