@@ -113,8 +113,8 @@ class RingConsumer:
             record = self._reader.read()
             cpu_ns = time.thread_time_ns() - started
             assert isinstance(record, StepRecord)
-            handled(record.scheduled_ns, time.monotonic_ns(), cpu_ns)
-            self._waiter.note(record.published_ns)
+            handled(record.header.scheduled_ns, time.monotonic_ns(), cpu_ns)
+            self._waiter.note(record.header.published_ns)
             await asyncio.sleep(0)
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class EventfdConsumer:
             record = self._reader.read()
             cpu_ns = time.thread_time_ns() - started
             assert isinstance(record, StepRecord)
-            handled(record.scheduled_ns, time.monotonic_ns(), cpu_ns)
+            handled(record.header.scheduled_ns, time.monotonic_ns(), cpu_ns)
             await asyncio.sleep(0)
         loop.remove_reader(self._doorbell.fd)
 

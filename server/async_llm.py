@@ -290,9 +290,9 @@ async def _drain(pipe: _Pipe) -> None:
 async def _process(pipe: _Pipe, is_behind: bool) -> None:
     record = pipe.engine.reader.read()
     if isinstance(record, StepRecord):
-        pipe.load.num_running, pipe.load.num_waiting = record.num_running, record.num_waiting
+        pipe.load.num_running, pipe.load.num_waiting = record.header.num_running, record.header.num_waiting
         await pipe.outputs.process(record, is_behind)
-        pipe.engine.waiter.note(record.published_ns)
+        pipe.engine.waiter.note(record.header.published_ns)
         await pipe.outputs.yield_to_loop()
     elif isinstance(record, Message):
         _take_message(pipe, record)

@@ -4,6 +4,8 @@
 synchronizing memory, which is what orders the payload, on ARM too. A slot is read only with a `filled` token in hand.
 """
 
+from typing import NamedTuple
+
 import posix_ipc
 
 from shm_transport.errors import SequenceError
@@ -15,15 +17,29 @@ HEADER = struct_of(RECORD_HEADER)
 HEADER_BYTES = RECORD_HEADER.itemsize
 
 
-def try_wait(semaphore: posix_ipc.Semaphore) -> bool:
-    """Take one token if there is one. `.value` first: an empty acquire(0) raises, at eight times the cost."""
-    if semaphore.value == 0:
-        return False
-    try:
-        semaphore.acquire(0)
-    except (posix_ipc.BusyError, posix_ipc.SignalError):  # the waiter thread was faster; a signal came in
-        return False
-    return True
+class RecordHeader(NamedTuple):
+    """What HEADER unpacks: the fields of RECORD_HEADER, in its order."""
+
+    sequence: int
+    kind: int
+    flags: int
+    body_bytes: int
+    message_bytes: int
+    num_rows: int
+    num_tokens: int
+    num_logprob_entries: int
+    step: int
+    scheduled_ns: int
+    forward_done_ns: int
+    published_ns: int
+    num_running: int
+    num_waiting: int
+    num_blocks_used: int
+    num_blocks: int
+    num_preemptions: int
+
+
+assert RecordHeader._fields == RECORD_HEADER.names
 
 
 def wait(semaphore: posix_ipc.Semaphore, timeout_s: float) -> bool:
@@ -42,24 +58,19 @@ class Producer:
         self._free = segment.free
         self._filled = segment.filled
         self._num_slots = segment.header.num_slots
-        self._tail = 0  # the producer's own, never shared
         self._holds_slot = False
-
-    @property
-    def slot(self) -> int:
-        """Index of the slot to fill next."""
-        return self._tail % self._num_slots
-
-    @property
-    def sequence(self) -> int:
-        """Sequence number that the next record must carry."""
-        return self._tail
+        self.sequence = 0  # that the next record must carry, the tail: the producer's own, never shared
+        self.slot = 0  # index of the slot to fill next
 
     def try_claim(self) -> bool:
         """Make sure that the next slot is free to fill; False if the ring is full."""
         if not self._holds_slot:
-            self._holds_slot = try_wait(self._free)  # SYNC slot-free: pairs with Consumer.release
-        return self._holds_slot
+            try:
+                self._free.acquire(0)  # SYNC slot-free: pairs with Consumer.release
+            except (posix_ipc.BusyError, posix_ipc.SignalError):
+                return False
+            self._holds_slot = True
+        return True
 
     def wait_claim(self, timeout_s: float) -> bool:
         """Like try_claim, waiting up to `timeout_s`."""
@@ -71,7 +82,8 @@ class Producer:
         """Hand the claimed, filled slot to the consumer."""
         assert self._holds_slot
         self._holds_slot = False
-        self._tail += 1
+        self.sequence += 1
+        self.slot = self.sequence % self._num_slots
         self._filled.release()  # SYNC slot-filled: pairs with Consumer.try_wait and wait; the payload is visible first
 
 
@@ -83,20 +95,22 @@ class Consumer:
         self._free = segment.free
         self._num_slots = segment.header.num_slots
         self._head = 0  # the consumer's own, never shared
+        self.slot = 0  # index of the slot to read next
 
     @property
     def num_pending(self) -> int:
         """Records that are posted and not yet taken."""
         return int(self.filled.value)
 
-    @property
-    def slot(self) -> int:
-        """Index of the slot to read next."""
-        return self._head % self._num_slots
-
     def try_wait(self) -> bool:
-        """Take a `filled` token if there is one."""
-        return try_wait(self.filled)  # SYNC slot-filled: pairs with Producer.publish
+        """Take a `filled` token if there is one. `.value` first: an empty acquire(0) raises, at 8x the cost."""
+        if self.filled.value == 0:
+            return False
+        try:
+            self.filled.acquire(0)  # SYNC slot-filled: pairs with Producer.publish
+        except (posix_ipc.BusyError, posix_ipc.SignalError):  # the waiter thread was faster; a signal came in
+            return False
+        return True
 
     def wait(self, timeout_s: float) -> bool:
         """Take a `filled` token, waiting up to `timeout_s`."""
@@ -116,4 +130,5 @@ class Consumer:
     def release(self) -> None:
         """Give the slot back; its memory must not be looked at any more."""
         self._head += 1
+        self.slot = self._head % self._num_slots
         self._free.release()  # SYNC slot-free: pairs with Producer.try_claim and wait_claim

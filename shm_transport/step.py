@@ -47,3 +47,8 @@ class Step:
     num_blocks_used: int = 0
     num_blocks: int = 0
     num_preemptions: int = 0  # since the engine started
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether handles and token_ids are its only columns, as in most steps."""
+        return self.num_tokens is None and self.finish_reasons is None and self.first is None and self.logprobs is None

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shm_transport.errors import RecordError, RecordTooLargeError
 from shm_transport.layout import column_views, step_columns
 from shm_transport.records import RecordFlag, RecordKind, RingKind
-from shm_transport.ring import HEADER, HEADER_BYTES, Consumer, Producer
+from shm_transport.ring import HEADER, HEADER_BYTES, Consumer, Producer, RecordHeader
 from shm_transport.segment import Segment
 from shm_transport.step import FirstRowColumns, LogprobColumns, Step
 
@@ -22,11 +22,31 @@ _ANY_FINISHED = int(RecordFlag.ANY_FINISHED)
 _ANY_MULTI_TOKEN = int(RecordFlag.ANY_MULTI_TOKEN)
 _ANY_FIRST = int(RecordFlag.ANY_FIRST)
 _ANY_LOGPROBS = int(RecordFlag.ANY_LOGPROBS)
+_ANY_OPTIONAL = _ANY_FINISHED | _ANY_MULTI_TOKEN | _ANY_FIRST | _ANY_LOGPROBS
 _STEP = int(RecordKind.STEP)
 _BYTE_KINDS = frozenset((RecordKind.ATTACHED, RecordKind.READY, RecordKind.REPLY, RecordKind.ERROR, RecordKind.DATA))
 _STALL_SLICE_S = 0.05  # how often a waiting producer looks whether the consumer still lives
 
 Views = dict[str, NDArray[np.generic]]
+
+
+class StepSlot:
+    """One slot of a step ring: its bytes, and the views of its columns; the two that every step has by name."""
+
+    __slots__ = ("columns", "handle", "memory", "token_id")
+
+    def __init__(self, memory: memoryview, columns: Views) -> None:
+        self.memory = memory
+        self.columns = columns
+        self.handle = columns["handle"]
+        self.token_id = columns["token_id"]
+
+
+def _step_slots(segment: Segment) -> list[StepSlot]:
+    header = segment.header
+    columns, _ = step_columns(header.max_rows, header.max_tokens, header.max_logprob_entries)
+    memories = [segment.slot(i) for i in range(header.num_slots)]
+    return [StepSlot(memory, column_views(memory, columns)) for memory in memories]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,28 +69,24 @@ class Logprobs:
     sampled_ranks: list[int]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class StepRecord:
     """One STEP record, copied out of its slot. Columns are None where the flags say that they do not matter."""
 
-    is_last: bool  # of its step
+    header: RecordHeader
     handles: list[int]
     token_ids: list[int]
-    token_offsets: list[int] | None
-    num_tokens: list[int] | None  # None: one token in each row
-    finish_reasons: list[int] | None
-    stop_token_ids: list[int] | None
-    first: FirstRows | None
-    logprobs: Logprobs | None
-    step: int
-    scheduled_ns: int
-    forward_done_ns: int
-    published_ns: int
-    num_running: int
-    num_waiting: int
-    num_blocks_used: int
-    num_blocks: int
-    num_preemptions: int
+    token_offsets: list[int] | None = None
+    num_tokens: list[int] | None = None  # None: one token in each row
+    finish_reasons: list[int] | None = None
+    stop_token_ids: list[int] | None = None
+    first: FirstRows | None = None
+    logprobs: Logprobs | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last record of its step."""
+        return not self.header.flags & _MORE
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,9 +109,7 @@ class StepWriter:
         assert segment.header.ring == RingKind.STEP
         header = segment.header
         self._producer = Producer(segment)
-        self._slots = [segment.slot(i) for i in range(header.num_slots)]
-        columns, _ = step_columns(header.max_rows, header.max_tokens, header.max_logprob_entries)
-        self._views: list[Views] = [column_views(slot, columns) for slot in self._slots]
+        self._slots = _step_slots(segment)
         self._limits = (header.max_rows, header.max_tokens, header.max_logprob_entries)
         self._max_body = header.slot_bytes - HEADER_BYTES
         self._on_full = on_full
@@ -125,8 +139,9 @@ class StepWriter:
         for start in range(0, max(len(body), 1), self._max_body):
             chunk = body[start : start + self._max_body]
             flags = _MORE if start + len(chunk) < len(body) else 0
-            self._claim()
-            slot = self._slots[self._producer.slot]
+            if not self._producer.try_claim():
+                self._wait_for_slot()
+            slot = self._slots[self._producer.slot].memory
             slot[HEADER_BYTES : HEADER_BYTES + len(chunk)] = chunk
             HEADER.pack_into(
                 slot, 0, self._producer.sequence, kind, flags, len(chunk), len(body),
@@ -134,9 +149,7 @@ class StepWriter:
             )  # fmt: skip
             self._producer.publish()
 
-    def _claim(self) -> None:
-        if self._producer.try_claim():
-            return
+    def _wait_for_slot(self) -> None:
         started = time.monotonic_ns()
         self.num_stalls += 1
         try:
@@ -146,18 +159,24 @@ class StepWriter:
             self.stall_ns += time.monotonic_ns() - started
 
     def _publish_part(self, step: Step, flags: int) -> int:
-        self._claim()
-        index = self._producer.slot
-        flags |= _fill(self._views[index], step)
-        num_entries = 0 if step.logprobs is None else len(step.logprobs.token_ids)
+        producer = self._producer
+        if not producer.try_claim():
+            self._wait_for_slot()
+        slot = self._slots[producer.slot]
+        num_rows, num_tokens, num_entries = len(step.handles), len(step.token_ids), 0
+        slot.handle[:num_rows] = step.handles
+        slot.token_id[:num_tokens] = step.token_ids
+        if not step.is_plain:
+            flags |= _fill_optional(slot.columns, step)
+            num_entries = 0 if step.logprobs is None else len(step.logprobs.token_ids)
         published_ns = time.monotonic_ns()
         HEADER.pack_into(
-            self._slots[index], 0, self._producer.sequence, _STEP, flags, 0, 0,
-            len(step.handles), len(step.token_ids), num_entries,
+            slot.memory, 0, producer.sequence, _STEP, flags, 0, 0,
+            num_rows, num_tokens, num_entries,
             self._step, step.scheduled_ns, step.forward_done_ns, published_ns,
             step.num_running, step.num_waiting, step.num_blocks_used, step.num_blocks, step.num_preemptions,
         )  # fmt: skip
-        self._producer.publish()
+        producer.publish()
         return published_ns
 
     def _fits(self, step: Step) -> bool:
@@ -181,11 +200,9 @@ class StepWriter:
             yield from self._split(half)
 
 
-def _fill(views: Views, step: Step) -> int:
-    """Copy a step's columns into a slot; return the flags that name them."""
+def _fill_optional(views: Views, step: Step) -> int:
+    """Copy the columns that not every step has into a slot; return the flags that name them."""
     num_rows, num_tokens, flags = len(step.handles), len(step.token_ids), 0
-    views["handle"][:num_rows] = step.handles
-    views["token_id"][:num_tokens] = step.token_ids
     if step.num_tokens is not None:
         views["num_tokens"][:num_rows] = step.num_tokens
         views["token_offset"][:num_rows] = np.cumsum(step.num_tokens) - step.num_tokens
@@ -266,10 +283,9 @@ class StepReader:
         assert segment.header.ring == RingKind.STEP
         header = segment.header
         self.consumer = Consumer(segment)
-        self._slots = [segment.slot(i) for i in range(header.num_slots)]
-        columns, _ = step_columns(header.max_rows, header.max_tokens, header.max_logprob_entries)
-        self._views: list[Views] = [column_views(slot, columns) for slot in self._slots]
-        self._limits = (header.max_rows, header.max_tokens, header.max_logprob_entries)
+        self._slots = _step_slots(segment)
+        self._max_rows, self._max_tokens = header.max_rows, header.max_tokens
+        self._max_logprob_entries = header.max_logprob_entries
         self._max_body = header.slot_bytes - HEADER_BYTES
         self._partial: list[bytes] = []
 
@@ -283,55 +299,53 @@ class StepReader:
             SequenceError: If the record is not the next one.
             RecordError: If its kind or counts cannot be.
         """
-        index = self.consumer.slot
+        consumer = self.consumer
+        slot = self._slots[consumer.slot]
         try:
-            fields = HEADER.unpack_from(self._slots[index])
-            self.consumer.check(fields[0])
-            if fields[1] == _STEP:
-                return self._read_step(self._views[index], fields)
-            return self._read_message(self._slots[index], fields)
+            header = RecordHeader._make(HEADER.unpack_from(slot.memory))
+            consumer.check(header.sequence)
+            return self._read_step(slot, header) if header.kind == _STEP else self._read_message(slot.memory, header)
         finally:
-            self.consumer.release()
+            consumer.release()
 
-    def _read_step(self, views: Views, fields: tuple[int, ...]) -> StepRecord:
-        _, _, flags, _, _, n, num_tokens, num_entries, step, *figures = fields
-        for count, limit, what in zip(
-            (n, num_tokens, num_entries), self._limits, ("rows", "tokens", "logprobs"), strict=True
-        ):
-            if count > limit:
-                raise RecordError(f"a STEP record claims {count} {what}, a slot holds {limit}")
-        offsets = counts = None
+    def _read_step(self, slot: StepSlot, header: RecordHeader) -> StepRecord:
+        num_rows, num_tokens, num_entries = header.num_rows, header.num_tokens, header.num_logprob_entries
+        if num_rows > self._max_rows or num_tokens > self._max_tokens or num_entries > self._max_logprob_entries:
+            raise RecordError(
+                f"a STEP record claims {num_rows} rows, {num_tokens} tokens and {num_entries} logprobs, "
+                f"a slot holds {self._max_rows}, {self._max_tokens} and {self._max_logprob_entries}"
+            )
+        record = StepRecord(header, slot.handle[:num_rows].tolist(), slot.token_id[:num_tokens].tolist())
+        if header.flags & _ANY_OPTIONAL:
+            self._read_optional(slot.columns, record)
+        if num_rows != num_tokens and record.num_tokens is None:
+            raise RecordError(f"a STEP record has {num_rows} rows of one token, and {num_tokens} tokens")
+        return record
+
+    def _read_optional(self, views: Views, record: StepRecord) -> None:
+        """Copy out the columns that the flags name."""
+        flags, n = record.header.flags, record.header.num_rows
         if flags & _ANY_MULTI_TOKEN:
             offsets, counts = views["token_offset"][:n].tolist(), views["num_tokens"][:n].tolist()
-            if any(offset + count > num_tokens for offset, count in zip(offsets, counts, strict=True)):
-                raise RecordError(f"a row of a STEP record points beyond its {num_tokens} tokens")
-        elif n != num_tokens:
-            raise RecordError(f"a STEP record has {n} rows of one token, and {num_tokens} tokens")
-        finished = flags & _ANY_FINISHED
-        scheduled_ns, forward_done_ns, published_ns, running, waiting, blocks_used, blocks, preemptions = figures
-        return StepRecord(
-            is_last=not flags & _MORE,
-            handles=views["handle"][:n].tolist(),
-            token_ids=views["token_id"][:num_tokens].tolist(),
-            token_offsets=offsets,
-            num_tokens=counts,
-            finish_reasons=views["finish_reason"][:n].tolist() if finished else None,
-            stop_token_ids=views["stop_token_id"][:n].tolist() if finished else None,
-            first=_first_rows(views, n) if flags & _ANY_FIRST else None,
-            logprobs=_logprobs(views, n, num_tokens, num_entries, counts) if flags & _ANY_LOGPROBS else None,
-            step=step, scheduled_ns=scheduled_ns, forward_done_ns=forward_done_ns, published_ns=published_ns,
-            num_running=running, num_waiting=waiting, num_blocks_used=blocks_used, num_blocks=blocks,
-            num_preemptions=preemptions,
-        )  # fmt: skip
+            if any(offset + count > record.header.num_tokens for offset, count in zip(offsets, counts, strict=True)):
+                raise RecordError(f"a row of a STEP record points beyond its {record.header.num_tokens} tokens")
+            record.token_offsets, record.num_tokens = offsets, counts
+        if flags & _ANY_FINISHED:
+            record.finish_reasons = views["finish_reason"][:n].tolist()
+            record.stop_token_ids = views["stop_token_id"][:n].tolist()
+        if flags & _ANY_FIRST:
+            record.first = _first_rows(views, n)
+        if flags & _ANY_LOGPROBS:
+            record.logprobs = _logprobs(views, record.header, record.num_tokens)
 
-    def _read_message(self, slot: memoryview, fields: tuple[int, ...]) -> Message | None:
-        _, kind, flags, body_bytes, message_bytes, *_ = fields
+    def _read_message(self, slot: memoryview, header: RecordHeader) -> Message | None:
+        kind, body_bytes, message_bytes = header.kind, header.body_bytes, header.message_bytes
         if kind not in _BYTE_KINDS:
             raise RecordError(f"a record of kind {kind} has no business in the step ring")
         if body_bytes > self._max_body:
             raise RecordError(f"a record claims a body of {body_bytes} bytes, a slot holds {self._max_body}")
         self._partial.append(bytes(slot[HEADER_BYTES : HEADER_BYTES + body_bytes]))
-        if flags & _MORE:
+        if header.flags & _MORE:
             return None
         body, self._partial = b"".join(self._partial), []
         if len(body) != message_bytes:
@@ -348,8 +362,9 @@ def _first_rows(views: Views, num_rows: int) -> FirstRows:
     )
 
 
-def _logprobs(views: Views, num_rows: int, num_tokens: int, num_entries: int, counts: list[int] | None) -> Logprobs:
-    entries: list[int] = views["num_logprobs"][:num_rows].tolist()
+def _logprobs(views: Views, header: RecordHeader, counts: list[int] | None) -> Logprobs:
+    num_entries = header.num_logprob_entries
+    entries: list[int] = views["num_logprobs"][: header.num_rows].tolist()
     needed = sum(entries) if counts is None else sum(e * c for e, c in zip(entries, counts, strict=True))
     if needed != num_entries:
         raise RecordError(f"the rows of a STEP record need {needed} logprob entries, it has {num_entries}")
@@ -357,5 +372,5 @@ def _logprobs(views: Views, num_rows: int, num_tokens: int, num_entries: int, co
         num_entries=entries,
         token_ids=views["logprob_token_id"][:num_entries].tolist(),
         logprobs=views["logprob"][:num_entries].tolist(),
-        sampled_ranks=views["sampled_rank"][:num_tokens].tolist(),
+        sampled_ranks=views["sampled_rank"][: header.num_tokens].tolist(),
     )

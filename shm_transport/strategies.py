@@ -15,7 +15,7 @@ from shm_transport.waiter import BlockWaiter
 
 STRATEGIES = ("block", "adaptive", "spin")
 
-_TIMER_LEAD_NS = 1_200_000  # uvloop's timers have whole milliseconds: who wants to be awake in time sets them early
+_LEAD_NS = 400_000  # from the waiter thread's time-out to a spinning loop: 100 us as a rule
 _CHECK_NS = 1_000_000_000  # how often the spare core is looked for
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -26,9 +26,12 @@ class SpinWaiter:
     Cooperative: other tasks run between two looks.
     """
 
+    num_wakes = num_spins_missed = 0
+
     def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
         self._is_woken = False
+        self.num_spins_hit = 0
 
     def try_wait(self) -> bool:
         """Take a `filled` token if there is one."""
@@ -40,6 +43,7 @@ class SpinWaiter:
         self._is_woken = False
         while not (self._is_woken or self._consumer.num_pending or time.monotonic_ns() >= deadline_ns):
             await asyncio.sleep(0)
+        self.num_spins_hit += self._consumer.num_pending > 0
 
     def note(self, published_ns: int) -> None:
         """Take a record's publish stamp; of no use here."""
@@ -55,19 +59,26 @@ class SpinWaiter:
 class AdaptiveWaiter:
     """The `adaptive` strategy: blocks, but for the moments when the next step is due; then it spins.
 
-    While the engine is idle or irregular, or there is no core to spare for spinning, this is BlockWaiter.
+    While the engine is idle or irregular, or there is no core to spare for spinning, this is BlockWaiter. Its thread
+    also keeps the time until a window opens, on the semaphore's own time-out: uvloop's timers have whole milliseconds,
+    and a thread that still waited inside the window would snatch the record from the spinning loop.
     """
 
     def __init__(self, consumer: Consumer, has_spare_core: Callable[[], bool], cpu_budget: float = 0.5) -> None:
         self._consumer = consumer
         self._block = BlockWaiter(consumer)
-        self._clock = StepClock(cpu_budget=cpu_budget, lead_ns=_TIMER_LEAD_NS)
+        self._clock = StepClock(cpu_budget=cpu_budget, lead_ns=_LEAD_NS)
         self._has_spare_core = has_spare_core
         self._may_spin = has_spare_core()
         self._checked_ns = time.monotonic_ns()
         self._is_woken = False
         self.num_spins_hit = 0
         self.num_spins_missed = 0
+
+    @property
+    def num_wakes(self) -> int:
+        """Records that the thread has waited for."""
+        return self._block.num_wakes
 
     def try_wait(self) -> bool:
         """Take a `filled` token if there is one."""

@@ -130,8 +130,10 @@ def test_a_request_gets_max_tokens_and_ends_by_length(driver) -> None:
     assert len(output.queued_ns) == 1
     assert before_ns < output.queued_ns[0] < time.monotonic_ns()
     for step in driver.steps:
-        assert step.scheduled_ns <= step.forward_done_ns <= step.published_ns
-    assert [step.step for step in driver.steps] == list(range(driver.steps[0].step, driver.steps[-1].step + 1))
+        assert step.header.scheduled_ns <= step.header.forward_done_ns <= step.header.published_ns
+    assert [step.header.step for step in driver.steps] == list(
+        range(driver.steps[0].header.step, driver.steps[-1].header.step + 1)
+    )
 
 
 def test_requests_join_and_leave_at_every_step(driver) -> None:
@@ -194,27 +196,27 @@ def test_an_aborted_request_is_gone_from_the_next_record_on(driver) -> None:
     while last not in driver.outputs() or not driver.outputs()[last].finish:
         step = driver.read()
         assert gone not in step.handles
-    assert driver.steps[-1].num_running == 0
+    assert driver.steps[-1].header.num_running == 0
 
 
 def test_an_abort_that_leaves_no_work_is_followed_by_a_record_of_nothing_running(driver) -> None:
     handle = driver.add(max_tokens=190)
     step = driver.read()
-    while not step.num_running:
+    while not step.header.num_running:
         step = driver.read()
     driver.abort(handle)
-    while step.num_running:
+    while step.header.num_running:
         step = driver.read()
     assert step.handles == []
-    assert step.num_waiting == 0
+    assert step.header.num_waiting == 0
 
 
 def test_seats_bound_what_runs_and_the_rest_waits(driver) -> None:
     handles = [driver.add(max_tokens=20) for _ in range(5)]
     driver.run(*handles)
-    assert max(step.num_running for step in driver.steps) == 3
-    assert max(step.num_waiting for step in driver.steps) == 2
-    assert (driver.steps[-1].num_running, driver.steps[-1].num_waiting) == (0, 0)
+    assert max(step.header.num_running for step in driver.steps) == 3
+    assert max(step.header.num_waiting for step in driver.steps) == 2
+    assert (driver.steps[-1].header.num_running, driver.steps[-1].header.num_waiting) == (0, 0)
 
 
 def test_a_request_that_cannot_run_fails_alone(driver) -> None:

@@ -29,6 +29,7 @@ from server.outputs import OutputKind, RequestOutput
 from server.sampling_params import SamplingParams
 from shm_transport.config import RingConfig
 from shm_transport.records import RecordKind
+from shm_transport.ring import RecordHeader
 from shm_transport.step_ring import Message, StepRecord
 
 LIMIT_S = 30.0
@@ -509,11 +510,7 @@ async def test_a_heartbeat_runs_at_least_every_128_rows_across_records(
 
 
 def record(handles: list[int]) -> StepRecord:
-    return StepRecord(
-        is_last=True, handles=handles, token_ids=[5] * len(handles), token_offsets=None, num_tokens=None,
-        finish_reasons=None, stop_token_ids=None, first=None, logprobs=None, step=1, scheduled_ns=0, forward_done_ns=0,
-        published_ns=0, num_running=1, num_waiting=0, num_blocks_used=0, num_blocks=0, num_preemptions=0,
-    )  # fmt: skip
+    return StepRecord(RecordHeader(*[0] * 17), handles, [5] * len(handles))
 
 
 async def test_every_step_ends_with_a_turn_of_the_others(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:

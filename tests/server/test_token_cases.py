@@ -26,6 +26,7 @@ from server.outputs import CompletionOutput, OutputKind
 from server.sampling_params import SamplingParams
 from server.tokenizer import Tokenizer
 from shm_transport.records import FinishReason
+from shm_transport.ring import RecordHeader
 from shm_transport.step_ring import StepRecord
 
 CASES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("cases.json").read_text(encoding="utf-8"))
@@ -140,11 +141,9 @@ class Bench:
         offsets = [sum(map(len, token_ids[:n])) for n in range(len(rows))]
         has_finish = any(finish)
         record = StepRecord(
-            is_last=True, handles=handles, token_ids=[one for ids in token_ids for one in ids],
+            RecordHeader(*[0] * 17), handles, [one for ids in token_ids for one in ids],
             token_offsets=None if is_plain else offsets, num_tokens=None if is_plain else list(map(len, token_ids)),
-            finish_reasons=finish if has_finish else None, stop_token_ids=stop_ids if has_finish else None, first=None,
-            logprobs=None, step=1, scheduled_ns=0, forward_done_ns=0, published_ns=0, num_running=1, num_waiting=0,
-            num_blocks_used=0, num_blocks=0, num_preemptions=0,
+            finish_reasons=finish if has_finish else None, stop_token_ids=stop_ids if has_finish else None,
         )  # fmt: skip
         drive(self.processor.process(record, is_behind))
 

@@ -64,9 +64,9 @@ def test_a_c_program_publishes_a_step_and_reads_a_request(producer: Path, rings:
     assert record.token_ids == [len(PROMPT), 11, 2**31 - 1]
     assert record.finish_reasons == [FinishReason.NONE, FinishReason.NONE, FinishReason.STOP]
     assert record.stop_token_ids == [-1, -1, 2**31 - 1]
-    assert (record.is_last, record.step) == (True, 0)
+    assert (record.is_last, record.header.step) == (True, 0)
     assert (record.num_tokens, record.first, record.logprobs) == (None, None, None)
-    assert before_ns <= record.published_ns <= time.monotonic_ns()
+    assert before_ns <= record.header.published_ns <= time.monotonic_ns()
     assert (reader.consumer.num_pending, steps.free.value) == (0, CONFIG.num_step_slots)
     assert (requests.filled.value, requests.free.value) == (0, CONFIG.num_request_slots)
 

@@ -156,7 +156,11 @@ class TrappedProducer(Producer):
     @property
     def sequence(self) -> int:
         self.killer.passes("between columns and header")
-        return super().sequence
+        return self._sequence
+
+    @sequence.setter
+    def sequence(self, value: int) -> None:
+        self._sequence = value
 
 
 class TrappedConsumer(Consumer):
@@ -210,7 +214,7 @@ def checked_step(n: int) -> Step:
 def check(record: StepRecord | Message | None, n: int) -> None:
     assert isinstance(record, StepRecord), f"{record} in place of step {n}"
     expected = checked_step(n)
-    assert (record.step, record.handles) == (n, expected.handles.tolist())
+    assert (record.header.step, record.handles) == (n, expected.handles.tolist())
     assert zlib.crc32(np.array(record.token_ids, np.int32).tobytes()) == record.handles[0], f"step {n} is torn"
 
 

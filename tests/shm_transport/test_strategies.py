@@ -26,7 +26,7 @@ async def read_one(reader: StepReader, waiter: Waiter) -> int:
         await waiter.wait(timeout_s=5)
     record = reader.read()
     assert isinstance(record, StepRecord)
-    waiter.note(record.published_ns)
+    waiter.note(record.header.published_ns)
     return record.token_ids[0]
 
 

@@ -42,10 +42,10 @@ def read_one(reader: StepReader, peer: subprocess.Popen[bytes]) -> StepRecord | 
 
 def check(record: StepRecord, n: int) -> None:
     tokens = np.array(record.token_ids, np.int32)
-    assert record.step == n
+    assert record.header.step == n
     assert record.handles[0] == zlib.crc32(tokens.tobytes())
     assert set(record.handles[1:]) <= {n}
-    assert record.num_running == n % 1000
+    assert record.header.num_running == n % 1000
 
 
 @pytest.mark.parametrize("num_records", [50_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
