@@ -1,5 +1,6 @@
 """What every benchmark shares: percentiles, targets, the machine's description, and the JSON file."""
 
+import argparse
 import json
 import os
 import platform
@@ -53,6 +54,28 @@ def machine() -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "commit": _commit(),
     }
+
+
+def parse_arguments(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
+    """Add what every benchmark understands, and parse: --quick and --json (None: keep nothing).
+
+    A full run keeps its JSON in results/; a quick one only where it is told to.
+    """
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, under 50 s, same method")
+    parser.add_argument("--json", type=Path, metavar="PATH", help=f"where to write; of a full run: results/{name}.json")
+    options = parser.parse_args()
+    if options.json is None and not options.quick:
+        options.json = RESULTS / f"{name}.json"
+    return options
+
+
+def finish(path: Path | None, name: str, figures: dict[str, Any], targets: list[Target]) -> None:
+    """Write a run's JSON, if it is to be kept, and print a line for each target."""
+    if path is not None:
+        save(path, name, figures, targets)
+    for target in targets:
+        print(target.line())
 
 
 def save(path: Path, name: str, figures: dict[str, Any], targets: list[Target]) -> None:

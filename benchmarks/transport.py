@@ -4,7 +4,11 @@
 
 The shared-memory ring (its three waiting strategies) against ZMQ in vLLM's shape, and against yardsticks: ZMQ with the
 ring's bytes and no asyncio layer, the ring with an eventfd for a semaphore, multiprocessing.Queue, and a bare
-semaphore. Paths take turns, round by round; figures are over all rounds. `--quick` takes the target cells only.
+semaphore. The rows are the same in every step, as between two arrivals. Paths take turns, round by round; figures are
+over all rounds. `--quick` takes the target cells only.
+
+CPU is us for each record. send: of the producer's process, but for its sleeping; decode: from the record's bytes to
+Python values; reader: all of the consumer's process.
 """
 
 import argparse
@@ -17,11 +21,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import posix_ipc
 import uvloop
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -45,11 +49,12 @@ from benchmarks.transport_paths import (
     ZmqProducer,
     make_step,
 )
+from benchmarks.transport_plot import plot
 from shm_transport import segment
 from shm_transport.ring import wait
 from shm_transport.strategies import STRATEGIES
 
-ZMQ = "zmq (vLLM's shape)"
+ZMQ = "zmq (vLLM)"
 PATHS = ("ring block", "ring adaptive", "ring spin", ZMQ, "zmq tuned", "ring eventfd", "mp.Queue")
 QUICK_PATHS = PATHS[:4]
 CELLS = (Cell(1), Cell(32), Cell(256), Cell(1024), Cell(256, num_logprobs=5))
@@ -145,6 +150,7 @@ def _produce(pipe: Connection, make: Callable[[], Producer], cell: Cell, decoded
     while (order := pipe.recv()) is not None:
         num_records, gap_ms = order
         cpu_ns = num_bytes = 0
+        other_threads_ns = time.process_time_ns() - time.thread_time_ns()  # ZMQ's and the queue's do the sending
         next_s = time.monotonic() + 0.05
         for n in range(num_records):
             if gap_ms:
@@ -157,6 +163,7 @@ def _produce(pipe: Connection, make: Callable[[], Producer], cell: Cell, decoded
             cpu_ns += time.thread_time_ns() - started
         while not gap_ms and not wait(decoded, 1.0):
             pass
+        cpu_ns += time.process_time_ns() - time.thread_time_ns() - other_threads_ns
         pipe.send((cpu_ns / num_records / 1e3, num_bytes))
 
 
@@ -238,21 +245,10 @@ def targets_of(samples: dict[tuple[str, Cell, int], Samples], is_full: bool) -> 
 
 def show(samples: dict[tuple[str, Cell, int], Samples], bare: dict[str, float], console: Console) -> None:
     """Print the table."""
-    table = Table(title="one-way latency, us (closed loop: records/s)")
-    for column in (
-        "rows",
-        "gap",
-        "path",
-        "p50",
-        "p90",
-        "p99",
-        "max",
-        "send CPU",
-        "decode CPU",
-        "consumer CPU",
-        "bytes",
-    ):
-        table.add_column(column, justify="left" if column == "path" else "right")
+    title = "one-way latency and CPU for each record, us (closed: records/s)"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("rows", "gap", "path", "p50", "p90", "p99", "max", "send", "decode", "reader", "bytes"):
+        table.add_column(column, justify="left" if column == "path" else "right", no_wrap=True)
     for (name, cell, gap), figures in sorted(
         samples.items(), key=lambda item: (item[0][1].num_rows, item[0][1].num_logprobs, -item[0][2])
     ):
@@ -279,20 +275,14 @@ def show(samples: dict[tuple[str, Cell, int], Samples], bare: dict[str, float], 
 
 def main() -> None:
     """Run, print, and save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="target cells only, under 50 s")
-    parser.add_argument("--json", type=Path, default=report.RESULTS / "transport.json", metavar="PATH")
-    parser.add_argument("--rounds", type=int, help="rounds of each path", metavar="N")
-    options = parser.parse_args()
+    options = report.parse_arguments(argparse.ArgumentParser(description=__doc__), "transport")
     names, cells, gaps = (QUICK_PATHS, QUICK_CELLS, (5,)) if options.quick else (PATHS, CELLS, GAPS_MS)
-    num_rounds = options.rounds or (5 if options.quick else 10)
-    num_records = 180 if options.quick else 500
+    num_rounds, num_records = (5, 180) if options.quick else (10, 500)
     console = Console()
     bare = measure_bare(2000)
     with open_paths(names, cells) as paths, Progress(console=console) as progress:
         samples = uvloop.run(measure(paths, gaps, num_rounds, num_records, progress))
     show(samples, bare, console)
-    targets = targets_of(samples, is_full=not options.quick)
     figures = [
         {"path": name, "gap_ms": gap, **asdict(cell), "latency_us": report.percentiles(s.latency_us),
          "round_p50_us": s.round_p50_us, "send_cpu_us": statistics.median(s.send_cpu_us),
@@ -300,11 +290,11 @@ def main() -> None:
          "records_per_s": statistics.median(s.records_per_s), "bytes": s.num_bytes}
         for (name, cell, gap), s in samples.items()
     ]  # fmt: skip
-    report.save(
-        options.json, "transport", {"is_quick": options.quick, "bare_semaphore_us": bare, "cells": figures}, targets
-    )
-    for target in targets:
-        print(target.line())
+    if options.json is not None:
+        by_rows = {rows: {name: samples[name, Cell(rows), 5].latency_us for name in names} for rows in (1, 256)}
+        plot(by_rows, options.json)
+    result = {"is_quick": options.quick, "bare_semaphore_us": bare, "cells": figures}
+    report.finish(options.json, "transport", result, targets_of(samples, is_full=not options.quick))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The engine's end of both rings: what comes in, what goes out, and the signs of life. Used by the loop's thread."""
 
 import json
-import os
 import struct
 from collections import deque
 
@@ -10,6 +9,7 @@ from shm_transport import segment
 from shm_transport.errors import PeerDiedError
 from shm_transport.heartbeat import Heartbeat
 from shm_transport.messages import AddRequest
+from shm_transport.process import PeerProcess
 from shm_transport.records import ENGINE_HANDLE, RecordKind, RingKind
 from shm_transport.request_ring import Abort, Call, Inbox
 from shm_transport.step import Step
@@ -26,11 +26,15 @@ class EngineLink:
 
     Raises:
         SegmentError: If the rings are not there, or are not the ones that the server meant.
+        PeerDiedError: If the server is gone.
     """
 
     def __init__(self, *, step_ring: str, request_ring: str, epoch: int, server_pid: int) -> None:
         step_segment = segment.attach(step_ring, RingKind.STEP, epoch)
-        self._server_pid = server_pid
+        try:
+            self._server = PeerProcess(server_pid)
+        except ProcessLookupError as exc:
+            raise PeerDiedError(f"the server process {server_pid} is gone") from exc
         self._inbox = Inbox(segment.attach(request_ring, RingKind.REQUEST, epoch))
         self._early: deque[InMessage] = deque()  # drained while the step ring was full
         self._writer = StepWriter(step_segment, on_full=self._while_full)
@@ -59,7 +63,7 @@ class EngineLink:
     def publish(self, step: Step) -> int:
         """Write one step record; return its stamp. Waits while the ring is full, for as long as the server lives."""
         published_ns = self._writer.publish(step)
-        self.heartbeat.count_stalls(self._writer.num_stalls, self._writer.stall_ns)
+        self._count_stalls()
         return published_ns
 
     def send_ready(self, limits: dict[str, int]) -> None:
@@ -78,10 +82,14 @@ class EngineLink:
         """Answer a CALL."""
         self._writer.publish_message(RecordKind.REPLY, _U64.pack(call_id) + json.dumps(body).encode())
 
+    def _count_stalls(self) -> None:
+        self.heartbeat.count_stalls(self._writer.num_stalls, self._writer.stall_ns)
+
     def _while_full(self) -> None:
+        self._count_stalls()
         self._check_server()
         self._early.extend(self._inbox.drain())
 
     def _check_server(self) -> None:
-        if os.getppid() != self._server_pid:
-            raise PeerDiedError(f"the server process {self._server_pid} is gone")
+        if not self._server.is_alive():
+            raise PeerDiedError(f"the server process {self._server.pid} is gone")

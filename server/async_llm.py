@@ -18,6 +18,7 @@ from server.input_processor import GenerateRequest, InputProcessor, ProcessedReq
 from server.model_info import ModelInfo
 from server.output_processor import OutputProcessor
 from server.outputs import RequestOutput
+from shm_transport.counters import RingCounters
 from shm_transport.errors import PeerDiedError
 from shm_transport.records import ENGINE_HANDLE, RecordKind
 from shm_transport.step_ring import Message, StepRecord
@@ -45,6 +46,7 @@ class _Pipe:
         self.engine = engine
         self.outputs = OutputProcessor(model.tokenizer, self.abort)
         self.load = Load()
+        self.num_coalesced = 0
         self.dead_error: EngineDeadError | None = None
         self.on_death: list[Callable[[], None]] = []
         self.reader: asyncio.Task[None] | None = None
@@ -147,6 +149,16 @@ class AsyncLLM(EngineClient):
     def load(self) -> Load:
         """Running and waiting sequences, from the newest step record."""
         return self._pipe.load
+
+    def ring_counters(self) -> RingCounters:
+        """Return what the step ring has carried until now."""
+        pipe, reader, waiter = self._pipe, self._pipe.engine.reader, self._pipe.engine.waiter
+        pulse = pipe.engine.pulse()
+        return RingCounters(
+            num_records=reader.num_records, num_tokens=reader.num_tokens, num_coalesced_records=pipe.num_coalesced,
+            num_late_rows=pipe.outputs.num_late_rows, num_stalls=pulse.num_stalls, stall_s=pulse.stall_s,
+            num_wakes=waiter.num_wakes, num_spins_hit=waiter.num_spins_hit, num_spins_missed=waiter.num_spins_missed,
+        )  # fmt: skip
 
     @property
     def num_live(self) -> int:
@@ -279,6 +291,7 @@ async def _drain(pipe: _Pipe) -> None:
     waiter, reader = pipe.engine.waiter, pipe.engine.reader
     while waiter.try_wait():
         num_behind = reader.consumer.num_pending
+        pipe.num_coalesced += num_behind
         await _process(pipe, is_behind=num_behind > 0)
         for left in range(num_behind - 1, -1, -1):
             if waiter.try_wait():

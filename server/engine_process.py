@@ -19,7 +19,7 @@ from server.errors import StartupError
 from shm_transport import segment
 from shm_transport.config import RingConfig
 from shm_transport.errors import TransportError
-from shm_transport.heartbeat import PulseReader
+from shm_transport.heartbeat import Pulse, PulseReader
 from shm_transport.records import ENGINE_HANDLE, RecordKind
 from shm_transport.request_ring import Outbox
 from shm_transport.step_ring import Message, StepReader
@@ -105,9 +105,13 @@ class EngineProcess:
             return f"the engine process {self.process.pid} was killed by {signal.Signals(-code).name}"
         return f"the engine process {self.process.pid} exited with status {code}"
 
+    def pulse(self) -> Pulse:
+        """Return the engine's signs of life at this moment."""
+        return self._pulse.read()
+
     def stuck_reason(self) -> str | None:
         """Return why the engine counts as stuck, or None."""
-        return self._pulse.read().stuck_reason(self._step_timeout_s)
+        return self.pulse().stuck_reason(self._step_timeout_s)
 
     def order_stop(self) -> None:
         """Tell the engine to end."""

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import select
 import signal
 from pathlib import Path
 
@@ -24,6 +25,28 @@ def start_time(pid: int) -> int | None:
 def is_alive(pid: int, started: int) -> bool:
     """Return whether the process that had `pid` at `started` (see start_time) still runs."""
     return start_time(pid) == started
+
+
+class PeerProcess:
+    """Another process, watched through a pidfd: its pid, used again, is not mistaken for it.
+
+    Raises:
+        ProcessLookupError: If there is no such process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+        self._poll = select.poll()
+        self._poll.register(self._pidfd, select.POLLIN)
+
+    def is_alive(self) -> bool:
+        """Return whether it still runs; never waits. A process that nobody has reaped yet is dead."""
+        return not self._poll.poll(0)
+
+    def close(self) -> None:
+        """Give the pidfd back."""
+        os.close(self._pidfd)
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -74,7 +74,7 @@ class StepRecord:
     """One STEP record, copied out of its slot. Columns are None where the flags say that they do not matter."""
 
     header: RecordHeader
-    handles: list[int]
+    handles: list[int]  # the same list as in the record before, if the rows are the same: not to be changed
     token_ids: list[int]
     token_offsets: list[int] | None = None
     num_tokens: list[int] | None = None  # None: one token in each row
@@ -150,13 +150,13 @@ class StepWriter:
             self._producer.publish()
 
     def _wait_for_slot(self) -> None:
-        started = time.monotonic_ns()
+        started, before_ns, is_claimed = time.monotonic_ns(), self.stall_ns, False
         self.num_stalls += 1
-        try:
-            while not self._producer.wait_claim(_STALL_SLICE_S):
+        while not is_claimed:
+            is_claimed = self._producer.wait_claim(_STALL_SLICE_S)
+            self.stall_ns = before_ns + time.monotonic_ns() - started
+            if not is_claimed:
                 self._on_full()
-        finally:
-            self.stall_ns += time.monotonic_ns() - started
 
     def _publish_part(self, step: Step, flags: int) -> int:
         producer = self._producer
@@ -288,6 +288,10 @@ class StepReader:
         self._max_logprob_entries = header.max_logprob_entries
         self._max_body = header.slot_bytes - HEADER_BYTES
         self._partial: list[bytes] = []
+        self._packed_handles = b""
+        self._handles: list[int] = []  # what they unpack to
+        self.num_records = 0  # STEP records read, and the tokens in them
+        self.num_tokens = 0
 
     def read(self) -> StepRecord | Message | None:
         """Copy the next record out of its slot and give the slot back.
@@ -315,11 +319,17 @@ class StepReader:
                 f"a STEP record claims {num_rows} rows, {num_tokens} tokens and {num_entries} logprobs, "
                 f"a slot holds {self._max_rows}, {self._max_tokens} and {self._max_logprob_entries}"
             )
-        record = StepRecord(header, slot.handle[:num_rows].tolist(), slot.token_id[:num_tokens].tolist())
+        # Most steps have the rows of the step before: comparing 256 handles takes a tenth of making them Python ints.
+        packed = slot.handle[:num_rows].tobytes()
+        if packed != self._packed_handles:
+            self._packed_handles, self._handles = packed, slot.handle[:num_rows].tolist()
+        record = StepRecord(header, self._handles, slot.token_id[:num_tokens].tolist())
         if header.flags & _ANY_OPTIONAL:
             self._read_optional(slot.columns, record)
         if num_rows != num_tokens and record.num_tokens is None:
             raise RecordError(f"a STEP record has {num_rows} rows of one token, and {num_tokens} tokens")
+        self.num_records += 1
+        self.num_tokens += num_tokens
         return record
 
     def _read_optional(self, views: Views, record: StepRecord) -> None:

@@ -1,5 +1,6 @@
 """What a client sees of streams and answers, on the synthetic engine: shapes, order, usage, errors in mid-stream."""
 
+import asyncio
 import json
 import os
 import struct
@@ -300,3 +301,31 @@ def test_an_idle_server_uses_under_a_hundredth_of_a_core(start_server) -> None:
     used = [(cpu_s(pid) - b) / 5 for pid, b in zip((server.process.pid, server.engine_pid), before, strict=True)]
     print(f"idle: server {used[0]:.2%} of a core, engine {used[1]:.2%}")
     assert max(used) < 0.05
+
+
+@pytest.mark.parametrize("num_streams", [16, 256])
+def test_while_the_server_keeps_up_every_event_is_one_token(start_server, num_streams: int) -> None:
+    server = start_server("--engine", "synthetic", "--step-time-ms", "50")
+    streams = asyncio.run(stream_all(server.port, num_streams, num_tokens=30))
+    assert all(raw.count('"finish_reason":"length"') == 1 for raw in streams)  # so each has all its tokens
+    num_events = sum(raw.count('data: {"id"') for raw in streams)
+    print(f"{num_streams} streams: {30 * num_streams / num_events:.4f} tokens/event")
+    assert 30 * num_streams <= 1.02 * num_events  # an engine and 256 readers share two cores with it
+    assert server.stop() == 0
+
+
+async def stream_all(port: int, num_streams: int, num_tokens: int) -> list[str]:
+    """Open all streams at once; return the raw answers."""
+    body = json.dumps({"prompt": "a", "max_tokens": num_tokens, "stream": True}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+
+    async def read_all() -> str:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + body)
+        try:
+            return (await reader.read()).decode()
+        finally:
+            writer.close()
+
+    return await asyncio.gather(*(read_all() for _ in range(num_streams)))

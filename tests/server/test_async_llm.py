@@ -463,6 +463,33 @@ async def test_a_full_queue_refuses_more_until_there_is_room(start: Starter) -> 
     await asyncio.gather(*tasks)
 
 
+async def test_the_ring_counters_are_a_snapshot_of_what_was_carried(start: Starter) -> None:
+    llm = start(wait_strategy="block")
+    before = llm.ring_counters()
+    assert (before.num_records, before.num_tokens) == (0, 0)
+    await asyncio.gather(*(outputs_of(llm, request(f"r{i}", max_tokens=20)) for i in range(3)))
+    after = llm.ring_counters()
+    assert after.num_tokens == 60
+    assert after.num_records >= 20
+    assert 0 <= after.num_coalesced_records < after.num_records
+    assert (after.num_late_rows, after.num_spins_hit, after.num_spins_missed) == (0, 0, 0)
+    assert before.num_records == 0
+    with pytest.raises(AttributeError):
+        after.num_records = 0  # type: ignore[misc]
+
+
+async def test_a_reader_that_is_late_counts_stalls_and_coalesced_records(start: Starter) -> None:
+    llm = start()
+    collector = llm.submit(await llm.input_processor.process(request(max_tokens=2000)))
+    block_until(lambda: llm.ring_counters().num_stalls > 0)  # the loop does not run: the ring fills up
+    while not (await collector.get()).finished:
+        pass
+    counters = llm.ring_counters()
+    assert counters.num_tokens == 2000
+    assert counters.num_coalesced_records > 0
+    assert counters.stall_s > 0
+
+
 async def test_pooling_is_refused(start: Starter) -> None:
     llm = start()
     with pytest.raises(NotImplementedError, match="pooling"):

@@ -15,6 +15,21 @@ from shm_transport.step import Step
 from shm_transport.step_ring import StepWriter
 
 
+class CheckedSteps:
+    """A stock of steps of random sizes, so that a million records take seconds."""
+
+    def __init__(self, seed: int, num_kept: int = 1024) -> None:
+        rng = np.random.default_rng(seed)
+        self._steps = [checked_step(0, rng) for _ in range(num_kept)]
+        self._order = rng.permutation(num_kept * 7) % num_kept
+
+    def step(self, n: int) -> Step:
+        step = self._steps[self._order[n % len(self._order)]]
+        step.handles[1:] = n
+        step.num_running = n % 1000
+        return step
+
+
 def checked_step(n: int, rng: np.random.Generator) -> Step:
     """A step of random size whose first row carries the CRC of all its tokens as its handle."""
     counts = rng.integers(1, 4, int(rng.integers(1, 9))).astype(np.uint32)
@@ -36,9 +51,9 @@ def main() -> None:
     ring = segment.attach(config["name"], RingKind.STEP, config["epoch"])
     writer = StepWriter(ring, on_full)
     writer.publish_message(RecordKind.ATTACHED)
-    rng = np.random.default_rng(config["seed"])
+    steps = CheckedSteps(config["seed"])
     for n in range(config["num_records"]):
-        writer.publish(checked_step(n, rng))
+        writer.publish(steps.step(n))
     if config.get("kill_self"):
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -5,7 +5,6 @@ The peers are this file, started as a program.
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -130,11 +129,11 @@ def test_a_dead_consumer_ends_the_producers_wait_within_100_ms(
     rings: tuple[Segment, Segment], start: Callable[[str], subprocess.Popen[bytes]]
 ) -> None:
     peer, rng, killed_ns = start("consumer"), np.random.default_rng(1), 0
-    pidfd = os.pidfd_open(peer.pid)
+    consumer_process = process.PeerProcess(peer.pid)
 
     def on_full() -> None:
         nonlocal killed_ns
-        if select.select([pidfd], [], [], 0)[0]:
+        if not consumer_process.is_alive():
             raise PeerDiedError("the consumer died")
         if not killed_ns:  # at the start of a slice: the longest wait there can be
             killed_ns = time.monotonic_ns()
@@ -150,7 +149,7 @@ def test_a_dead_consumer_ends_the_producers_wait_within_100_ms(
             writer.publish(checked_step(CONFIG.num_step_slots, rng))
         waited_s = (time.monotonic_ns() - killed_ns) / 1e9
     finally:
-        os.close(pidfd)
+        consumer_process.close()
     print(f"the wait ended {1000 * waited_s:.1f} ms after the consumer's death")
     assert killed_ns
     assert waited_s < 0.5

@@ -1,3 +1,4 @@
+import array
 import json
 import os
 import signal
@@ -7,7 +8,6 @@ import time
 import zlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from shm_transport import process, segment
@@ -41,14 +41,16 @@ def read_one(reader: StepReader, peer: subprocess.Popen[bytes]) -> StepRecord | 
 
 
 def check(record: StepRecord, n: int) -> None:
-    tokens = np.array(record.token_ids, np.int32)
+    tokens = array.array("i", record.token_ids)
     assert record.header.step == n
-    assert record.handles[0] == zlib.crc32(tokens.tobytes())
+    assert record.handles[0] == zlib.crc32(tokens)
     assert set(record.handles[1:]) <= {n}
     assert record.header.num_running == n % 1000
 
 
-@pytest.mark.parametrize("num_records", [50_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_records", [1_000_000, pytest.param(10_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
 def test_every_record_arrives_once_in_order_and_untorn(ring: Segment, num_records: int) -> None:
     peer, reader = start_peer(ring, num_records=num_records), StepReader(ring)
     assert isinstance(read_one(reader, peer), Message)
