@@ -6,6 +6,7 @@ Loop thread only.
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 from server.outputs import CompletionOutput, OutputKind, RequestOutput
@@ -20,6 +21,9 @@ class OutputWriter(Protocol):
 
     def write(self, output: CompletionOutput) -> None:
         """Send one sequence's delta."""
+
+    def delta_writer(self, index: int) -> Callable[[bytes], bool] | None:
+        """Return a short cut for one sequence's deltas, ready as JSON strings; None if there is none yet."""
 
     def fail(self, error: Exception) -> None:
         """Send an error; it comes after everything written before."""
@@ -44,6 +48,15 @@ class RequestOutputCollector:
     def is_finished(self) -> bool:
         """Whether nothing more will be put: every sequence has ended, or the request has failed."""
         return self._num_unfinished == 0 or self._error is not None
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether the slot holds something, which must leave before anything else does."""
+        return bool(self._slot)
+
+    def delta_writer(self, index: int) -> Callable[[bytes], bool] | None:
+        """Return the writer's short cut for one sequence, or None."""
+        return None if self._writer is None else self._writer.delta_writer(index)
 
     def attach(self, writer: OutputWriter) -> None:
         """Push to `writer` from now on, beginning with what the slot holds."""
@@ -120,6 +133,7 @@ class RequestOutputCollector:
         held.token_ids += newer.token_ids
         held.finish_reason = newer.finish_reason
         held.stop_reason = newer.stop_reason
+        held.num_tokens = newer.num_tokens
 
     def _take(self, index: int) -> CompletionOutput:
         output, texts = self._slot.pop(index), self._texts.pop(index, None)

@@ -22,6 +22,9 @@ class Detokenizer(Protocol):
             ValueError: If the id can be no token id.
         """
 
+    def ready(self, token_id: int) -> tuple[str, bytes] | None:
+        """Return a token's text, and the same as a JSON string, if neither depends on the tokens before; else None."""
+
 
 class TableDetokenizer:
     """Joined token bytes as UTF-8, errors as U+FFFD by maximal subparts; an incomplete tail waits, and is never sent.
@@ -34,6 +37,10 @@ class TableDetokenizer:
         self._table = table
         self._pending = _incomplete_tail(table, prompt_token_ids)
         self._strips = table.strips_leading_space and not any(table[token_id] for token_id in prompt_token_ids)
+
+    def ready(self, token_id: int) -> tuple[str, bytes] | None:
+        """Return what `decode` would, with its JSON string; None where only `decode` knows, or there is no text."""
+        return None if self._pending or self._strips else self._table.ready[token_id]
 
     def decode(self, token_id: int) -> str:
         """Return the text that this token makes certain."""
@@ -65,6 +72,10 @@ class StreamDetokenizer:
         num_pending = self._num_incomplete(last_ids)
         self._context = last_ids[: len(last_ids) - num_pending]
         self._pending = last_ids[len(last_ids) - num_pending :]
+
+    def ready(self, token_id: int) -> None:  # noqa: ARG002  # the protocol's
+        """Return None: every text depends on the tokens before."""
+        return
 
     def decode(self, token_id: int) -> str:
         """Return the text that this token makes certain."""

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from server.sink import EXTENSION, Headers, until_disconnect
+from server.sink import EXTENSION, DeltaWriter, Headers, until_disconnect
 
 _MAX_HEAD_BYTES = 65_536
 _MAX_PIPELINED = 64
@@ -58,6 +58,26 @@ class TransportSink:
         if self._head:
             data, self._head = self._head + data, b""
         self._transport.write(data)
+
+    def framed(self, head: bytes, tail: bytes) -> DeltaWriter:
+        """Return a function that writes one chunk; everything that it needs is at hand: it runs once a token."""
+        cycle, flow, is_closing, write = self._cycle, self._flow, self._transport.is_closing, self._transport.write
+        num_framing = len(head) + len(tail)
+        form = b"%x\r\n" + head.replace(b"%", b"%%") + b"%b" + tail.replace(b"%", b"%%") + b"\r\n"
+
+        def write_chunk(middle: bytes) -> bool:
+            if flow.write_paused or cycle.response_complete or is_closing():
+                return False
+            write(form % (num_framing + len(middle), middle))
+            return True
+
+        def write_plain(middle: bytes) -> bool:
+            if not self.is_writable or cycle.response_complete:
+                return False
+            self.write(head + middle + tail)
+            return True
+
+        return write_chunk if self._is_chunked else write_plain
 
     def finish(self) -> None:
         """Write the last chunk and hand the connection back to uvicorn, for the next request on it."""

@@ -1,5 +1,8 @@
 """From rows of a step record to text in collectors: detokenize, stop strings, finish. The one loop over the rows.
 
+Most rows take the short way: a plain token of a stream whose client keeps up is a table look-up and a write, and one of
+an answer that is wanted whole is put aside. Everything else goes through `advance`.
+
 Loop thread only. A failure in one request's output ends that request, never the reader.
 """
 
@@ -12,6 +15,7 @@ from server.detokenizer import Detokenizer
 from server.errors import EngineGenerateError
 from server.input_processor import ProcessedRequest
 from server.outputs import CompletionOutput, OutputKind
+from server.sink import DeltaWriter
 from server.stop_strings import StopStringChecker
 from server.tokenizer import Tokenizer
 from shm_transport.records import FinishReason
@@ -29,7 +33,10 @@ _STOP = int(FinishReason.STOP)
 class RequestState:
     """One live sequence: its text so far, and where its output goes."""
 
-    __slots__ = ("_checker", "_detokenizer", "_kind", "_texts", "_token_ids", "collector", "handle", "index", "params")
+    __slots__ = (
+        "_checker", "_detokenizer", "_is_deferred", "_kind", "_texts", "_token_ids", "_undecoded", "_write_delta",
+        "collector", "handle", "index", "is_live", "params",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -44,6 +51,7 @@ class RequestState:
         self.index = index
         self.collector = collector
         self.params = params
+        self.is_live = True
         self._kind = request.kind
         self._detokenizer = detokenizer
         self._token_ids: list[int] = []
@@ -52,6 +60,28 @@ class RequestState:
         if params.stop:
             include, min_tokens = params.include_stop_str_in_output, params.min_tokens
             self._checker = StopStringChecker(params.stop, include_stop_str=include, min_tokens=min_tokens)
+        self._is_deferred = request.kind is OutputKind.FINAL_ONLY and self._checker is None
+        self._undecoded: list[int] = []
+        self._write_delta: DeltaWriter | None = None
+
+    def try_push(self, token_id: int) -> bool:
+        """Take a token that does not end the sequence the short way; False, and nothing done, where there is none."""
+        if self._is_deferred:
+            self._undecoded.append(token_id)
+            return True
+        write = self._write_delta
+        if write is None or self.collector.has_pending:
+            return False
+        ready = self._detokenizer.ready(token_id)
+        if ready is None or (self._checker is not None and not self._checker.ignores(ready[0])) or not write(ready[1]):
+            return False
+        self._token_ids.append(token_id)
+        return True
+
+    def find_short_way(self) -> None:
+        """Look whether the collector's consumer takes ready deltas by now."""
+        if self._write_delta is None and self._kind is OutputKind.DELTA:
+            self._write_delta = self.collector.delta_writer(self.index)
 
     def advance(self, token_ids: list[int], finish: int, stop_token_id: int) -> CompletionOutput | None:
         """Take one row's tokens.
@@ -59,6 +89,8 @@ class RequestState:
         Returns:
             What the consumer should see now by the request's OutputKind; None if nothing.
         """
+        if self._undecoded:
+            token_ids, self._undecoded = self._undecoded + token_ids, []
         text, num_taken, stop = self._text_of(token_ids, finish)
         if stop is not None:
             token_ids = token_ids[:num_taken]
@@ -94,13 +126,16 @@ class RequestState:
         self, text: str, token_ids: list[int], finish_reason: str | None, stop_reason: str | int | None
     ) -> CompletionOutput | None:
         self._token_ids += token_ids
+        num_tokens = len(self._token_ids)
         if self._kind is OutputKind.DELTA:
-            return CompletionOutput(self.index, text, token_ids, finish_reason, stop_reason)
+            return CompletionOutput(self.index, text, token_ids, finish_reason, stop_reason, num_tokens)
         self._texts.append(text)
         if self._kind is OutputKind.FINAL_ONLY and finish_reason is None:
             return None
         self._texts = ["".join(self._texts)]
-        return CompletionOutput(self.index, self._texts[0], self._token_ids.copy(), finish_reason, stop_reason)
+        return CompletionOutput(
+            self.index, self._texts[0], self._token_ids.copy(), finish_reason, stop_reason, num_tokens
+        )
 
 
 class OutputProcessor:
@@ -120,6 +155,7 @@ class OutputProcessor:
         self._by_request_id: dict[str, list[RequestState]] = {}
         self._held: list[RequestOutputCollector] = []  # have outputs that wait for the end of the drain
         self._rows_since_yield = 0
+        self._resolved: tuple[list[int], list[RequestState | None]] = ([], [])  # a record's handles, and whose they are
         self.num_late_rows = 0
 
     @property
@@ -181,13 +217,12 @@ class OutputProcessor:
             record: One STEP record.
             is_behind: More records wait: deltas stay in their slots until `flush`, and leave as one event.
         """
-        for row, handle in enumerate(record.handles):
-            state = self._state_of(handle)
-            if state is None:
-                self.num_late_rows += 1
-            else:
-                self._process_row_safely(state, record, row, is_behind)
-            self._rows_since_yield += 1
+        states, start = self._resolve(record.handles), 0
+        while start < len(states):
+            end = min(start + CHUNK_ROWS - self._rows_since_yield, len(states))
+            self._process_rows(states, record, range(start, end), is_behind)
+            self._rows_since_yield += end - start
+            start = end
             if self._rows_since_yield >= CHUNK_ROWS:
                 await self.yield_to_loop()
 
@@ -202,11 +237,28 @@ class OutputProcessor:
         for collector in held:
             collector.flush()
 
-    def _process_row_safely(self, state: RequestState, record: StepRecord, row: int, is_behind: bool) -> None:
-        try:
-            self._process_row(state, record, row, is_behind)
-        except Exception as exc:
-            self._fail_row(state, exc)
+    def _resolve(self, handles: list[int]) -> list[RequestState | None]:
+        """Return the sequences of a record's rows. Most records have the rows, and the very list, of the one before."""
+        if handles is not self._resolved[0]:
+            self._resolved = (handles, [self._state_of(handle) for handle in handles])
+        return self._resolved[1]
+
+    def _process_rows(
+        self, states: list[RequestState | None], record: StepRecord, rows: range, is_behind: bool
+    ) -> None:
+        token_ids, finishes = record.token_ids, record.finish_reasons
+        may_push = not is_behind and record.num_tokens is None
+        for row in rows:
+            state = states[row]
+            if state is None or not state.is_live:
+                self.num_late_rows += 1
+                continue
+            try:
+                if may_push and (finishes is None or not finishes[row]) and state.try_push(token_ids[row]):
+                    continue
+                self._process_row(state, record, row, is_behind)
+            except Exception as exc:
+                self._fail_row(state, exc)
 
     def _process_row(self, state: RequestState, record: StepRecord, row: int, is_behind: bool) -> None:
         token_ids, finish, stop_token_id = _row(record, row)
@@ -224,6 +276,7 @@ class OutputProcessor:
         state.collector.put(output, is_behind)
         if is_behind:
             self._held.append(state.collector)
+        state.find_short_way()
 
     def _fail_row(self, state: RequestState, exc: Exception) -> None:
         if isinstance(exc, EngineGenerateError):
@@ -248,6 +301,7 @@ class OutputProcessor:
         return len(self._states) - 1
 
     def _forget(self, state: RequestState) -> None:
+        state.is_live = False
         slot = state.handle & _SLOT_MASK
         self._states[slot] = None
         self._generations[slot] = (self._generations[slot] + 1) % 2**31

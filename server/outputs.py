@@ -20,6 +20,7 @@ class CompletionOutput(msgspec.Struct, gc=False):
         index: Which of the n sequences.
         finish_reason: stop, length or abort on the last output of the sequence, else None.
         stop_reason: The stop string or stop token id that ended it; None for EOS and every other reason.
+        num_tokens: Tokens of the sequence so far, these included.
     """
 
     index: int
@@ -27,6 +28,7 @@ class CompletionOutput(msgspec.Struct, gc=False):
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    num_tokens: int = 0
 
 
 class RequestOutput(msgspec.Struct):

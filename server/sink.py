@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 EXTENSION = "ringserve.sink"
 
 Headers = list[tuple[bytes, bytes]]
+DeltaWriter = Callable[[bytes], bool]  # writes one event, or returns False: not now
 
 
 class Sink(Protocol):
@@ -34,6 +35,9 @@ class Sink(Protocol):
 
     def write(self, data: bytes) -> None:
         """Send body bytes."""
+
+    def framed(self, head: bytes, tail: bytes) -> DeltaWriter:
+        """Return a function that writes `head`, its argument and `tail`; it writes nothing while not `is_writable`."""
 
     def finish(self) -> None:
         """End the response."""
@@ -71,6 +75,17 @@ class AsgiSink:
         """Queue body bytes and wake the task."""
         self._messages.append({"type": "http.response.body", "body": data, "more_body": True})
         self._has_messages.set()
+
+    def framed(self, head: bytes, tail: bytes) -> DeltaWriter:
+        """Return a function that writes between `head` and `tail`."""
+
+        def write(middle: bytes) -> bool:
+            if self._has_messages.is_set():
+                return False
+            self.write(head + middle + tail)
+            return True
+
+        return write
 
     def finish(self) -> None:
         """Queue the end and wake the task."""

@@ -10,8 +10,9 @@ from typing import Protocol
 import msgspec
 
 from server.errors import ServerError
+from server.json_string import json_string, one_line
 from server.outputs import CompletionOutput
-from server.sink import Headers, Sink
+from server.sink import DeltaWriter, Headers, Sink
 
 SSE_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -21,20 +22,6 @@ SSE_HEADERS: Headers = [
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.encode
-# JSON may hold these raw, but they end lines for clients that split with str.splitlines.
-_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
-
-
-def json_string(text: str) -> bytes:
-    """Return a JSON string on one line, whatever a client takes for the end of a line."""
-    data = _encode(text)
-    return data if text.isascii() else _one_line(data)
-
-
-def _one_line(data: bytes) -> bytes:
-    for raw, escaped in _LINE_ENDS:
-        data = data.replace(raw, escaped)
-    return data
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +54,8 @@ class ChunkFormat(Protocol):
     def opening(self, num_choices: int, usage: bytes) -> bytes:
         """Return what comes before all text."""
 
-    def delta(self, index: int, text: str, usage: bytes) -> bytes:
-        """Return one chunk of text."""
+    def delta_frame(self, index: int, usage: bytes) -> tuple[bytes, bytes]:
+        """Return what comes before and after the JSON string of a chunk's text."""
 
     def finish(self, output: CompletionOutput, usage: bytes, *, is_fingerprinted: bool) -> bytes:
         """Return the last chunk of one choice, with the text that is left."""
@@ -92,10 +79,10 @@ class ChatChunks:
             b'%b[{"index":%d%b%b%b' % (self._head, index, delta, _field(usage), tail) for index in range(num_choices)
         )
 
-    def delta(self, index: int, text: str, usage: bytes) -> bytes:
-        """Return one chunk of text."""
-        form = b'%b[{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null,"token_ids":null}]%b}\n\n'
-        return form % (self._head, index, json_string(text), _field(usage))
+    def delta_frame(self, index: int, usage: bytes) -> tuple[bytes, bytes]:
+        """Return what comes before and after a chunk's text."""
+        tail = b'},"logprobs":null,"finish_reason":null,"token_ids":null}]%b}\n\n' % _field(usage)
+        return b'%b[{"index":%d,"delta":{"content":' % (self._head, index), tail
 
     def finish(self, output: CompletionOutput, usage: bytes, *, is_fingerprinted: bool) -> bytes:
         """Return the last chunk of one choice."""
@@ -122,11 +109,9 @@ class CompletionChunks:
         """Return nothing: completions have no roles."""
         return b""
 
-    def delta(self, index: int, text: str, usage: bytes) -> bytes:
-        """Return one chunk of text."""
-        return b'%b[{"index":%d,"text":%b%b%b}\n\n' % (
-            self._head, index, json_string(text), self._delta_tail, _field(usage),
-        )  # fmt: skip
+    def delta_frame(self, index: int, usage: bytes) -> tuple[bytes, bytes]:
+        """Return what comes before and after a chunk's text."""
+        return b'%b[{"index":%d,"text":' % (self._head, index), b"%b%b}\n\n" % (self._delta_tail, _field(usage))
 
     def finish(self, output: CompletionOutput, usage: bytes, *, is_fingerprinted: bool) -> bytes:
         """Return the last chunk of one choice."""
@@ -182,7 +167,7 @@ class EventStream:
         """Send one choice's delta; an event without text, usage or finish is not sent."""
         if self._is_finished:  # another request of this response has failed: the connection is the next response's
             return
-        self._completion_tokens[output.index] += len(output.token_ids)
+        self._completion_tokens[output.index] = output.num_tokens
         data = b"" if self._is_open else self._opening()
         usage = self._usage_of(output.index) if self._continuous_usage else b""
         if output.finish_reason is not None:
@@ -192,11 +177,21 @@ class EventStream:
                 self._finish(data)
                 return
         elif output.text or usage:
-            data += self._form.delta(output.index, output.text, usage)
+            head, tail = self._form.delta_frame(output.index, usage)
+            data += head + json_string(output.text) + tail
         if data:
             if not self._is_open:
                 self._open()
             self._sink.write(data)
+
+    def delta_writer(self, index: int) -> DeltaWriter | None:
+        """Return a short cut for deltas of one choice whose text is ready as a JSON string; None if there is none yet.
+
+        It writes nothing and returns False while the client does not keep up, or once the response has ended.
+        """
+        if not self._is_open or self._continuous_usage:
+            return None
+        return self._sink.framed(*self._form.delta_frame(index, b""))
 
     def fail(self, error: Exception) -> None:
         """End the response with an error: an event if it has begun, else a status of its own."""
@@ -204,7 +199,7 @@ class EventStream:
             return
         self._is_finished = True
         error = error if isinstance(error, ServerError) else ServerError(str(error))
-        body = _one_line(_encode(error.body()))
+        body = one_line(_encode(error.body()))
         if self._is_open:
             self._sink.write(b"data: %b\n\n%b" % (body, DONE))
         else:

@@ -27,7 +27,7 @@ class StopStringChecker:
             The text that may be sent now, and the stop string that ended the output or None. Of the stops that this
             piece completes the one that ends first wins; at the same end, the earlier in the list.
         """
-        if not self._tail and self._first_chars.isdisjoint(piece):  # most tokens, in a third of the time
+        if self.ignores(piece):  # most tokens, in a third of the time
             return piece, None
         text = self._tail + piece
         end, stop = self._advance(piece)
@@ -38,6 +38,10 @@ class StopStringChecker:
         num_sent = len(text) - max(matcher.num_matched for matcher in self._matchers)
         self._tail = text[num_sent:]
         return (piece if self._include_stop_str else text[:num_sent]), None
+
+    def ignores(self, piece: str) -> bool:
+        """Return whether a piece leaves everything as it is, so that it need not be pushed."""
+        return not self._tail and self._first_chars.isdisjoint(piece)
 
     def flush(self) -> str:
         """Return the held-back text: the output has ended without a stop string."""

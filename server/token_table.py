@@ -11,16 +11,33 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from server.json_string import json_string
+
 _MAX_TOKEN_ID = 2**31 - 1
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 TokenBytes = Callable[[str], bytes]
 
 
+class _ReadyTable(dict[int, "tuple[str, bytes] | None"]):
+    """Token id -> its text and that as a JSON string; None for tokens without text, or with half a character."""
+
+    def __init__(self, table: "TokenTable") -> None:
+        super().__init__()
+        self._table = table
+
+    def __missing__(self, token_id: int) -> "tuple[str, bytes] | None":
+        piece = self._table[token_id]
+        entry = (piece, json_string(piece)) if piece and isinstance(piece, str) else None
+        self[token_id] = entry
+        return entry
+
+
 class TokenTable(dict[int, "str | bytes"]):
     """Token id -> its text where that is valid UTF-8 on its own, else its bytes; filled as ids come up.
 
     Attributes:
+        ready: Token id -> text and JSON string, where both are certain from the one token.
         strips_leading_space: Whether decoding strips one space at the absolute start of prompt and output.
     """
 
@@ -32,6 +49,7 @@ class TokenTable(dict[int, "str | bytes"]):
         self._to_bytes = to_bytes
         self._skipped = skipped
         self.strips_leading_space = strips_leading_space
+        self.ready = _ReadyTable(self)
 
     def __missing__(self, token_id: int) -> "str | bytes":
         """Look an id up in the tokenizer; one that it does not have (a padded vocabulary) is no text.

@@ -61,11 +61,13 @@ def make(form: Any = CompletionChunks, **options: Any) -> tuple[EventStream, Fak
 
 
 def delta(text: str, index: int = 0, num_tokens: int = 1) -> CompletionOutput:
-    return CompletionOutput(index, text, [5] * num_tokens)
+    return CompletionOutput(index, text, [5], num_tokens=num_tokens)
 
 
-def last(text: str = "", index: int = 0, reason: str = "length", stop: str | int | None = None) -> CompletionOutput:
-    return CompletionOutput(index, text, [5], reason, stop)
+def last(
+    text: str = "", index: int = 0, reason: str = "length", stop: str | int | None = None, num_tokens: int = 1
+) -> CompletionOutput:
+    return CompletionOutput(index, text, [5], reason, stop, num_tokens)
 
 
 def text_of(choice: dict[str, Any]) -> str:
@@ -201,8 +203,8 @@ def test_the_usage_chunk_sums_prompts_and_tokens_also_those_without_text(form: A
     stream, sink = make(form, num_choices=4, num_prompt_tokens=[3, 10], include_usage=True)
     for index in range(4):
         stream.write(delta("a", index, num_tokens=2))
-        stream.write(delta("", index))
-        stream.write(last(index=index))
+        stream.write(delta("", index, num_tokens=3))
+        stream.write(last(index=index, num_tokens=4))
     assert sink.names.count("open") == 1
     *chunks, usage, done = sink.events
     assert done == "[DONE]"
@@ -223,8 +225,8 @@ def test_without_usage_the_last_chunks_carry_the_fingerprint() -> None:
 
 def test_continuous_usage_counts_each_choice_and_its_own_prompt() -> None:
     stream, sink = make(num_choices=4, num_prompt_tokens=[3, 10], include_usage=True, continuous_usage=True)
-    for index in (0, 1, 2, 3, 3):
-        stream.write(delta("a" if index else "", index))
+    for index, num_tokens in ((0, 1), (1, 1), (2, 1), (3, 1), (3, 2)):
+        stream.write(delta("a" if index else "", index, num_tokens))
     counts = [(event["choices"][0]["index"], event["usage"]) for event in sink.events]
     assert [(i, u["prompt_tokens"], u["completion_tokens"]) for i, u in counts] == [
         (0, 3, 1), (1, 3, 1), (2, 10, 1), (3, 10, 1), (3, 10, 2),
