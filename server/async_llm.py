@@ -6,6 +6,7 @@ The reader holds the engine and the output processor, never the AsyncLLM: one th
 import asyncio
 import logging
 import struct
+import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from server.collector import RequestOutputCollector
 from server.engine_client import EngineClient
 from server.engine_process import EngineProcess
 from server.errors import EngineDeadError, EngineGenerateError, OverloadedError, ServerError
+from server.hop_clock import HopClock, HopTimes
 from server.input_processor import GenerateRequest, InputProcessor, ProcessedRequest
 from server.model_info import ModelInfo
 from server.output_processor import OutputProcessor
@@ -47,6 +49,7 @@ class _Pipe:
         self.outputs = OutputProcessor(model.tokenizer, self.abort)
         self.load = Load()
         self.num_coalesced = 0
+        self.hop_clock = HopClock()
         self.dead_error: EngineDeadError | None = None
         self.on_death: list[Callable[[], None]] = []
         self.reader: asyncio.Task[None] | None = None
@@ -159,6 +162,10 @@ class AsyncLLM(EngineClient):
             num_late_rows=pipe.outputs.num_late_rows, num_stalls=pulse.num_stalls, stall_s=pulse.stall_s,
             num_wakes=waiter.num_wakes, num_spins_hit=waiter.num_spins_hit, num_spins_missed=waiter.num_spins_missed,
         )  # fmt: skip
+
+    def hop_times(self) -> dict[str, HopTimes]:
+        """Return how long each hop from the engine's step to the sockets has taken until now."""
+        return self._pipe.hop_clock.snapshot()
 
     @property
     def num_live(self) -> int:
@@ -303,10 +310,13 @@ async def _drain(pipe: _Pipe) -> None:
 async def _process(pipe: _Pipe, is_behind: bool) -> None:
     record = pipe.engine.reader.read()
     if isinstance(record, StepRecord):
+        read_ns = time.monotonic_ns()
         pipe.load.num_running, pipe.load.num_waiting = record.header.num_running, record.header.num_waiting
         await pipe.outputs.process(record, is_behind)
+        text_ns = time.monotonic_ns()
         pipe.engine.waiter.note(record.header.published_ns)
         await pipe.outputs.yield_to_loop()
+        pipe.hop_clock.note(record.header, read_ns, text_ns)
     elif isinstance(record, Message):
         _take_message(pipe, record)
 
