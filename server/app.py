@@ -23,6 +23,10 @@ from server.serving import Serving
 
 logger = logging.getLogger(__name__)
 
+# New objects, and younger collections, before the next one of each age. Tokens make no cyclic garbage, and a collection
+# of everything holds the loop for 14 to 26 ms among 256 streams.
+_GC_THRESHOLDS = (20_000, 20, 50)
+
 
 def build_app(serving: Serving) -> Starlette:
     """Return the application. Its life span starts the reader task, and ends the engine."""
@@ -32,6 +36,7 @@ def build_app(serving: Serving) -> Starlette:
         serving.llm.start()
         gc.collect()
         gc.freeze()  # what is there now stays: later collections need not look at it
+        gc.set_threshold(*_GC_THRESHOLDS)
         yield
         await serving.llm.shutdown()
 

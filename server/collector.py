@@ -6,6 +6,7 @@ Loop thread only.
 """
 
 import asyncio
+import io
 from collections.abc import Callable
 from typing import Protocol
 
@@ -39,7 +40,7 @@ class RequestOutputCollector:
         self._num_unfinished = num_sequences
         self._kind = kind
         self._slot: dict[int, CompletionOutput] = {}
-        self._texts: dict[int, list[str]] = {}  # of the slot's outputs that were merged; joined when they are taken
+        self._texts: dict[int, io.StringIO] = {}  # of the slot's outputs that were merged
         self._error: Exception | None = None
         self._ready: asyncio.Future[None] | None = None
         self._writer: OutputWriter | None = None
@@ -128,17 +129,22 @@ class RequestOutputCollector:
                 self._ready = None
 
     def _merge(self, held: CompletionOutput, newer: CompletionOutput) -> None:
-        """Append a later delta; a text that grows by `+=` would cost a stopped client's reader quadratic time."""
-        self._texts.setdefault(held.index, [held.text]).append(newer.text)
-        held.token_ids += newer.token_ids
+        """Append a later delta: in linear time, and in little more memory than the text that a stopped client misses."""
+        text = self._texts.get(held.index)
+        if text is None:
+            text = self._texts[held.index] = io.StringIO()
+            text.write(held.text)
+        text.write(newer.text)
+        if self._writer is None:  # a stream counts tokens, and does not show them
+            held.token_ids += newer.token_ids
         held.finish_reason = newer.finish_reason
         held.stop_reason = newer.stop_reason
         held.num_tokens = newer.num_tokens
 
     def _take(self, index: int) -> CompletionOutput:
-        output, texts = self._slot.pop(index), self._texts.pop(index, None)
-        if texts is not None:
-            output.text = "".join(texts)
+        output, text = self._slot.pop(index), self._texts.pop(index, None)
+        if text is not None:
+            output.text = text.getvalue()
         return output
 
     def _wake(self) -> None:

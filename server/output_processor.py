@@ -8,6 +8,7 @@ Loop thread only. A failure in one request's output ends that request, never the
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Callable
 
 from server.collector import RequestOutputCollector
@@ -54,14 +55,14 @@ class RequestState:
         self.is_live = True
         self._kind = request.kind
         self._detokenizer = detokenizer
-        self._token_ids: list[int] = []
+        self._token_ids = array("i")
         self._texts: list[str] = []
         self._checker: StopStringChecker | None = None
         if params.stop:
             include, min_tokens = params.include_stop_str_in_output, params.min_tokens
             self._checker = StopStringChecker(params.stop, include_stop_str=include, min_tokens=min_tokens)
         self._is_deferred = request.kind is OutputKind.FINAL_ONLY and self._checker is None
-        self._undecoded: list[int] = []
+        self._undecoded = array("i")
         self._write_delta: DeltaWriter | None = None
 
     def try_push(self, token_id: int) -> bool:
@@ -90,7 +91,7 @@ class RequestState:
             What the consumer should see now by the request's OutputKind; None if nothing.
         """
         if self._undecoded:
-            token_ids, self._undecoded = self._undecoded + token_ids, []
+            token_ids, self._undecoded = self._undecoded.tolist() + token_ids, array("i")
         text, num_taken, stop = self._text_of(token_ids, finish)
         if stop is not None:
             token_ids = token_ids[:num_taken]
@@ -125,7 +126,7 @@ class RequestState:
     def _output(
         self, text: str, token_ids: list[int], finish_reason: str | None, stop_reason: str | int | None
     ) -> CompletionOutput | None:
-        self._token_ids += token_ids
+        self._token_ids.extend(token_ids)
         num_tokens = len(self._token_ids)
         if self._kind is OutputKind.DELTA:
             return CompletionOutput(self.index, text, token_ids, finish_reason, stop_reason, num_tokens)
@@ -134,7 +135,7 @@ class RequestState:
             return None
         self._texts = ["".join(self._texts)]
         return CompletionOutput(
-            self.index, self._texts[0], self._token_ids.copy(), finish_reason, stop_reason, num_tokens
+            self.index, self._texts[0], self._token_ids.tolist(), finish_reason, stop_reason, num_tokens
         )
 
 
