@@ -7,8 +7,9 @@ Loop thread only.
 
 import asyncio
 import io
+from array import array
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from server.outputs import CompletionOutput, OutputKind, RequestOutput
 
@@ -30,6 +31,11 @@ class OutputWriter(Protocol):
         """Send an error; it comes after everything written before."""
 
 
+class _Merged(NamedTuple):
+    text: io.StringIO
+    token_ids: "array[int]"
+
+
 class RequestOutputCollector:
     """Collects the outputs of a request's n sequences."""
 
@@ -40,7 +46,7 @@ class RequestOutputCollector:
         self._num_unfinished = num_sequences
         self._kind = kind
         self._slot: dict[int, CompletionOutput] = {}
-        self._texts: dict[int, io.StringIO] = {}  # of the slot's outputs that were merged
+        self._merged: dict[int, _Merged] = {}  # text and tokens of the slot's outputs that were merged
         self._error: Exception | None = None
         self._ready: asyncio.Future[None] | None = None
         self._writer: OutputWriter | None = None
@@ -129,22 +135,21 @@ class RequestOutputCollector:
                 self._ready = None
 
     def _merge(self, held: CompletionOutput, newer: CompletionOutput) -> None:
-        """Append a later delta: in linear time, and in little more memory than the text that a stopped client misses."""
-        text = self._texts.get(held.index)
-        if text is None:
-            text = self._texts[held.index] = io.StringIO()
-            text.write(held.text)
-        text.write(newer.text)
-        if self._writer is None:  # a stream counts tokens, and does not show them
-            held.token_ids += newer.token_ids
+        """Append a later delta, in linear time and in little more memory than the text that a stopped client misses."""
+        merged = self._merged.get(held.index)
+        if merged is None:
+            merged = self._merged[held.index] = _Merged(io.StringIO(), array("i", held.token_ids))
+            merged.text.write(held.text)  # not as its initial value, with which it takes four bytes a character
+        merged.text.write(newer.text)
+        merged.token_ids.extend(newer.token_ids)
         held.finish_reason = newer.finish_reason
         held.stop_reason = newer.stop_reason
         held.num_tokens = newer.num_tokens
 
     def _take(self, index: int) -> CompletionOutput:
-        output, text = self._slot.pop(index), self._texts.pop(index, None)
-        if text is not None:
-            output.text = text.getvalue()
+        output, merged = self._slot.pop(index), self._merged.pop(index, None)
+        if merged is not None:
+            output.text, output.token_ids = merged.text.getvalue(), merged.token_ids.tolist()
         return output
 
     def _wake(self) -> None:
