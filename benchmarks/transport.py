@@ -279,6 +279,7 @@ def main() -> None:
     names, cells, gaps = (QUICK_PATHS, QUICK_CELLS, (5,)) if options.quick else (PATHS, CELLS, GAPS_MS)
     num_rounds, num_records = (5, 180) if options.quick else (10, 500)
     console = Console()
+    console.width = max(console.width, 92)  # the table's
     bare = measure_bare(2000)
     with open_paths(names, cells) as paths, Progress(console=console) as progress:
         samples = uvloop.run(measure(paths, gaps, num_rounds, num_records, progress))
