@@ -39,7 +39,6 @@ def main() -> int:
         logger.debug("loading failed", exc_info=True)
         link.send_fatal(f"{type(exc).__name__}: {exc}")
         return 1
-    link.send_ready(engine.limits())
     try:
         loop.run(engine, link, step_log)
     except PeerDiedError as exc:

@@ -1,53 +1,120 @@
 """A plan as flat arrays: what one forward needs to know. Numpy only, no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.request import Request
-from engine.slot_pool import PADDING_SLOT, SlotPool
+from engine.scheduler import Chunk, Plan, PromptRows
+
+
+class ChunkSpan(NamedTuple):
+    """Where one request's chunk of prompt stands in the batch, and what stands before it in the cache."""
+
+    start: int  # first row
+    end: int  # row behind the last
+    num_context: int  # the request's tokens before the chunk, computed already
+    block_table: NDArray[np.int32]  # [num_blocks], the blocks of context and chunk, in order
+
+
+def _no_rows() -> NDArray[np.int64]:
+    return np.empty(0, np.int64)
 
 
 @dataclass(slots=True, frozen=True)
 class Batch:
-    """All requests' tokens in one row: first one token of each decode, then each prefill's tokens."""
+    """All requests' tokens in one row: first one token of each decode, then each chunk's tokens."""
 
     token_ids: NDArray[np.int64]  # [num_tokens]
     positions: NDArray[np.int64]  # [num_tokens], in the token's own request
-    slot_mapping: NDArray[np.int64]  # [num_tokens], where the token's keys and values go
-    decode_slots: NDArray[np.int64]  # [num_decodes, longest], slots of positions 0, 1, ...; PADDING_SLOT behind the end
+    slot_mapping: NDArray[np.int64]  # [num_tokens], block_id * block_size + offset: where its keys and values go
+    block_tables: NDArray[np.int32]  # [num_decodes, most blocks], the decodes' blocks in order; block 0 behind the end
     decode_lengths: NDArray[np.int64]  # [num_decodes], positions that count, the token itself included
-    prefill_bounds: list[tuple[int, int]]  # first token and end of each prefill
-    last_rows: NDArray[np.int64]  # [num_sampled], the tokens whose logits are wanted
+    last_rows: NDArray[np.int64]  # [num_logits], the rows whose logits are wanted, one may be named several times
+    chunks: list[ChunkSpan] = field(default_factory=list)
+    hidden_rows: NDArray[np.int64] = field(default_factory=_no_rows)  # whose final hidden states are wanted
+    adapters: NDArray[np.int64] | None = None  # [num_tokens], each row's adapter, 0: none; None: nobody has any
+
+    @property
+    def num_decodes(self) -> int:
+        """Rows before the first chunk."""
+        return len(self.decode_lengths)
 
 
-def pack(decodes: Sequence[Request], prefills: Sequence[Request], pool: SlotPool) -> Batch:
-    """Lay out one step; both groups hold their slots in `pool` already."""
-    pending = [request.pending_token_ids() for request in (*decodes, *prefills)]
-    starts = [request.num_computed_tokens for request in (*decodes, *prefills)]
-    slots = [pool.slots_of(request.handle) for request in (*decodes, *prefills)]
-    ends = [start + len(tokens) for start, tokens in zip(starts, pending, strict=True)]
-    rows = np.cumsum([0, *map(len, pending)])
-    num_decodes = len(decodes)
+class _Rows(NamedTuple):
+    """Some of a batch's rows."""
+
+    token_ids: NDArray[np.integer[Any]]
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+
+
+def pack(plan: Plan, block_size: int) -> Batch:
+    """Lay out one step; every request holds the blocks for its tokens already.
+
+    The logits' rows are those of `plan.sampled`, then all of `plan.scored`; the hidden states' those of `plan.pooled`.
+    """
+    parts = [_decode_rows(plan.decodes, block_size)]
+    chunks = []
+    end = len(plan.decodes)
+    for chunk in plan.chunks:
+        start, end = end, end + chunk.num_tokens
+        first = chunk.request.num_computed_tokens
+        block_table = _block_table(chunk.request, first + chunk.num_tokens, block_size)
+        chunks.append(ChunkSpan(start, end, first, block_table))
+        parts.append(_chunk_rows(chunk, block_table, block_size))
     return Batch(
-        token_ids=_concatenate(pending),
-        positions=_concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)]),
-        slot_mapping=_concatenate([held[start:end] for held, start, end in zip(slots, starts, ends, strict=True)]),
-        decode_slots=_pad(slots[:num_decodes], ends[:num_decodes]),
-        decode_lengths=np.array(ends[:num_decodes], np.int64),
-        prefill_bounds=[(int(rows[row]), int(rows[row + 1])) for row in range(num_decodes, len(pending))],
-        last_rows=rows[1:] - 1,
+        token_ids=np.concatenate([part.token_ids for part in parts], dtype=np.int64),
+        positions=np.concatenate([part.positions for part in parts]),
+        slot_mapping=np.concatenate([part.slots for part in parts]),
+        block_tables=_pad([_block_table(each, each.num_computed_tokens + 1, block_size) for each in plan.decodes]),
+        decode_lengths=parts[0].positions + 1,
+        last_rows=np.array([*plan.sampled_rows, *_rows_of(plan.scored)], np.int64),
+        chunks=chunks,
+        hidden_rows=np.array(_rows_of(plan.pooled), np.int64),
+        adapters=_adapters(plan),
     )
 
 
-def _concatenate(parts: Sequence[NDArray[np.integer]]) -> NDArray[np.int64]:
-    return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
+def _decode_rows(requests: Sequence[Request], block_size: int) -> _Rows:
+    token_ids, slots = [], []
+    for request in requests:
+        token_ids.append(request.output_token_ids[-1])
+        block, offset = divmod(request.num_computed_tokens, block_size)
+        slots.append(request.block_ids[block] * block_size + offset)
+    positions = [request.num_computed_tokens for request in requests]
+    return _Rows(np.array(token_ids, np.int64), np.array(positions, np.int64), np.array(slots, np.int64))
 
 
-def _pad(slots: Sequence[NDArray[np.int64]], lengths: Sequence[int]) -> NDArray[np.int64]:
-    padded = np.full((len(slots), max(lengths, default=0)), PADDING_SLOT, np.int64)
-    for row, (held, length) in enumerate(zip(slots, lengths, strict=True)):
-        padded[row, :length] = held[:length]
+def _chunk_rows(chunk: Chunk, block_table: NDArray[np.int32], block_size: int) -> _Rows:
+    first = chunk.request.num_computed_tokens
+    token_ids = chunk.request.token_ids_between(first, first + chunk.num_tokens)
+    positions = np.arange(first, first + chunk.num_tokens)
+    blocks, offsets = np.divmod(positions, block_size)
+    return _Rows(token_ids, positions, block_table[blocks].astype(np.int64) * block_size + offsets)
+
+
+def _rows_of(wanted: Sequence[PromptRows]) -> list[int]:
+    return [row for rows in wanted for row in range(rows.start, rows.end)]
+
+
+def _adapters(plan: Plan) -> NDArray[np.int64] | None:
+    adapters = [request.adapter for request in plan.decodes] + [chunk.request.adapter for chunk in plan.chunks]
+    if not any(adapters):
+        return None
+    counts = [1] * len(plan.decodes) + [chunk.num_tokens for chunk in plan.chunks]
+    return np.repeat(np.array(adapters, np.int64), counts)
+
+
+def _block_table(request: Request, num_tokens: int, block_size: int) -> NDArray[np.int32]:
+    return np.array(request.block_ids[: -(-num_tokens // block_size)], np.int32)
+
+
+def _pad(tables: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+    padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
+    for row, table in enumerate(tables):
+        padded[row, : len(table)] = table
     return padded

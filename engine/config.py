@@ -1,13 +1,21 @@
 """What an engine is started with: one frozen dataclass of plain, JSON-able fields."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from engine.errors import EngineConfigError
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
+Quantization = Literal["auto", "none", "int4"]
+RunnerName = Literal["auto", "hf", "fused"]
+_CHOICES = {"dtype": Dtype, "device": Device, "quantization": Quantization, "runner": RunnerName}
+_AT_LEAST_ONE = (
+    "block_size",
+    "max_model_len", "max_num_seqs", "max_num_waiting", "max_num_batched_tokens", "num_threads", "kv_cache_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,18 +31,32 @@ class EngineConfig:
     device: Device = "auto"  # auto: CUDA where torch sees it, else the CPU
     max_model_len: int | None = None  # tokens, prompt and output together; None: as many as the model was made for
     max_num_seqs: int = 64  # seats, requests in one step; on CPUs a step's cost grows about linearly above 32
-    max_num_batched_tokens: int = 2048  # prompt tokens prefilled in one step; one prompt always goes, however long
+    max_num_waiting: int = 4096  # requests without a seat; twice what the server lets in, so it is the one to refuse
+    max_num_batched_tokens: int | None = None  # prompt tokens in a step where nobody decodes; None: by the device
     num_threads: int | None = None  # CPU threads; None: all cores but one, which is left to the server process
+    block_size: int = 32  # tokens of a KV cache block; fewer waste less of a last block, and make longer tables
+    runner: RunnerName = "auto"  # auto: fused where it gives transformers' logits, else hf, transformers' own code
+    quantization: Quantization = "auto"  # auto: int4 for few rows where that loses nothing, on a CPU in bfloat16
+    deterministic: bool = False  # whether a request's tokens are free of its batch mates' influence, which costs speed
+    adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA: the name that requests use, its PEFT directory
     kv_cache_tokens: int | None = None  # None: what half of the free memory holds, no more than all seats can use
 
     def __post_init__(self) -> None:
-        for name, choices in (("dtype", get_args(Dtype)), ("device", get_args(Device))):
+        for name, kind in _CHOICES.items():
+            choices = get_args(kind)
             if getattr(self, name) not in choices:
                 raise EngineConfigError(f"{name} is {getattr(self, name)!r}: use one of {', '.join(choices)}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_threads", "kv_cache_tokens"):
+        for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise EngineConfigError(f"{name} is {value}: it must be at least 1")
+
+    def resolve_num_batched_tokens(self, device: str) -> int:
+        """Return how many prompt tokens a step takes where nobody decodes; `device` is a torch device type.
+
+        Larger chunks gain nothing on CPUs, where 512 tokens take some 0.4 s, and keep everyone else waiting.
+        """
+        return self.max_num_batched_tokens or (512 if device == "cpu" else 8192)
 
     def resolve_num_threads(self) -> int:
         """Return how many CPU threads torch may use: 2 on a busy 2-core machine were slower than 1."""

@@ -1,4 +1,4 @@
-"""The real engine: scheduler, cache, runner and sampler put together, one step at a time.
+"""The real engine: scheduler, block pool, runner and sampler put together, one step at a time.
 
 Runs on the engine process's loop thread; knows no ring and no text.
 """
@@ -6,152 +6,220 @@ Runs on the engine process's loop thread; knows no ring and no text.
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-from engine.batch import Batch, pack
+from engine.batch import pack
+from engine.block_pool import BlockPool, PoolCounters
+from engine.chunk_budget import ChunkBudget
+from engine.collect import collect_embeddings, collect_prompt_logprobs
 from engine.config import EngineConfig
 from engine.interface import RequestFailedError
 from engine.request import Request
-from engine.runner import ModelRunner
+from engine.runner import Runner, make_runner
 from engine.sampler import Samples, sample
 from engine.scheduler import Finish, Plan, Scheduler
-from engine.slot_pool import SlotPool
-from shm_transport.messages import AddRequest
+from engine.step_costs import StepCosts
+from shm_transport.messages import AddRequest, Data
 from shm_transport.step import FirstRowColumns, Step
 
 logger = logging.getLogger(__name__)
 
-
-class Runner(Protocol):
-    """What the core needs of a ModelRunner."""
-
-    max_model_len: int
-    vocab_size: int
-    num_slots: int
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Compute the batch; return the logits of its last rows."""
+_NOTHING = Samples([], np.empty(0, np.int64), None, {})
 
 
 class EngineCore:
-    """An `engine.interface.Engine`; a block, in its figures, is the room for one token's keys and values.
+    """An `engine.interface.Engine`.
 
     Raises:
         EngineError: If the model cannot be loaded or does not fit.
     """
 
     def __init__(self, config: EngineConfig, *, runner: Runner | None = None) -> None:
-        self._runner = runner or ModelRunner(config)
-        self._pool = SlotPool(self._runner.num_slots)
+        self._runner = runner or make_runner(config)
+        self._pool = BlockPool(self._runner.num_blocks, self._runner.block_size)
+        self._budget = ChunkBudget(config.resolve_num_batched_tokens(self._runner.device.type))
         self._scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_waiting=config.max_num_waiting,
             max_model_len=self._runner.max_model_len,
             vocab_size=self._runner.vocab_size,
             pool=self._pool,
+            budget=self._budget,
         )
         self._failures: list[RequestFailedError] = []
+        self._data: list[Data] = []
+        self._plan: Plan | None = None  # of the step that is not settled yet, if it went well
+        self._elapsed_ns = 0  # what it took, until it was handed out
+        self._handed_out_ns = 0
+        self._costs = StepCosts()
 
     @property
     def has_work(self) -> bool:
         """Whether any request runs or waits."""
         return self._scheduler.num_running > 0 or self._scheduler.num_waiting > 0
 
+    @property
+    def costs(self) -> StepCosts:
+        """A copy of the steps' costs so far."""
+        return replace(self._costs)
+
+    @property
+    def cache_counters(self) -> PoolCounters:
+        """A copy of the prefix cache's counters."""
+        return replace(self._pool.counters)
+
     def add(self, request: AddRequest) -> None:
-        """Queue a request; it joins at the next step that has a seat for it.
+        """Queue a request and its forks; they join at the next step that has seats and blocks for them.
 
         Raises:
-            RequestFailedError: If it can never run. Nothing is kept of it.
+            RequestFailedError: If it can never run, or the queue is full. Nothing is kept of it.
         """
-        self._scheduler.add(Request(request, queued_ns=time.monotonic_ns()))
+        self._scheduler.add(Request(request, queued_ns=time.monotonic_ns(), adapter=self._adapter(request)))
 
     def abort(self, handles: Iterable[int]) -> None:
         """Drop requests wherever they are and free what they hold; unknown handles are ignored."""
         self._scheduler.drop(handles)
 
     def step(self) -> Step:
-        """Give every running request one token."""
+        """Give every request that decodes one token, and prompts their share of the step."""
         self._failures.clear()
+        self._data.clear()
         scheduled_ns = time.monotonic_ns()
         plan = self._scheduler.schedule(scheduled_ns)
+        planned_ns = time.monotonic_ns()
         try:
             samples, forward_done_ns = self._compute(plan)
         except Exception as exc:  # whatever it was, the requests outside of this batch and the engine live on
-            logger.exception("a step of %d requests failed", len(plan.requests))
-            self._fail(dict.fromkeys((request.handle for request in plan.requests), f"the forward failed: {exc}"))
-            return self._step(scheduled_ns=scheduled_ns, forward_done_ns=time.monotonic_ns())
+            logger.exception("a step of %d requests failed", len(plan.handles()))
+            self._fail(dict.fromkeys(plan.handles(), f"the forward failed: {exc}"))
+            return self._figures(scheduled_ns, time.monotonic_ns())
+        sampled_ns = time.monotonic_ns()
         self._fail(samples.failures)
-        is_first = [request.num_output_tokens == 0 for request in samples.requests]
-        finishes = self._scheduler.commit(samples.requests, samples.token_ids.tolist())
-        return self._step(samples, finishes, is_first, scheduled_ns, forward_done_ns)
+        finishes = self._scheduler.commit(plan, samples.requests, samples.token_ids.tolist())
+        step = self._rows(samples, finishes, self._figures(scheduled_ns, forward_done_ns))
+        self._plan, self._handed_out_ns = plan, time.monotonic_ns()
+        self._elapsed_ns = self._handed_out_ns - scheduled_ns
+        self._costs.num_steps += 1
+        self._costs.schedule_ns += planned_ns - scheduled_ns
+        self._costs.sample_ns += sampled_ns - forward_done_ns
+        self._costs.commit_ns += self._handed_out_ns - sampled_ns
+        return step
+
+    def after_step(self) -> None:
+        """Do what the step's record did not need: register computed blocks, free what has ended, learn the costs."""
+        plan, self._plan = self._plan, None
+        if plan is None:
+            return
+        published_ns = time.monotonic_ns()
+        self._scheduler.settle(plan)
+        self._budget.note(has_decodes=bool(plan.decodes), num_tokens=plan.num_chunk_tokens, elapsed_ns=self._elapsed_ns)
+        self._costs.publish_ns += published_ns - self._handed_out_ns
+        self._costs.settle_ns += time.monotonic_ns() - published_ns
 
     def idle_step(self) -> Step:
         """Return a Step without rows, only with the figures of now."""
-        return self._step()
+        return self._figures(0, 0)
 
     def take_failures(self) -> list[RequestFailedError]:
         """Return and forget the requests that failed in the last step; they are already dropped."""
         failures, self._failures = self._failures, []
         return failures
 
+    def take_data(self) -> list[Data]:
+        """Return and forget the arrays that the last step has completed."""
+        data, self._data = self._data, []
+        return data
+
+    def stats(self) -> dict[str, int]:
+        """Return the steps' costs and the prefix cache's counters."""
+        return asdict(self._costs) | asdict(self._pool.counters)
+
     def limits(self) -> dict[str, int]:
         """Return max_model_len, vocab_size and num_blocks."""
         return {
             "max_model_len": self._runner.max_model_len,
             "vocab_size": self._runner.vocab_size,
-            "num_blocks": self._pool.num_slots,
+            "num_blocks": self._pool.num_blocks,
         }
 
     @torch.inference_mode()
     def _compute(self, plan: Plan) -> tuple[Samples, int]:
         """Run the forward and sample; returns the samples and when the forward was done."""
-        if not plan.requests:
-            return Samples([], np.empty(0, np.int64), None, {}), time.monotonic_ns()
-        logits = self._runner.forward(pack(plan.decodes, plan.prefills, self._pool))
+        started_ns = time.monotonic_ns()
+        if not plan.decodes and not plan.chunks:
+            return _NOTHING, started_ns
+        if plan.copies:
+            self._runner.copy_blocks(plan.copies)
+        batch = pack(plan, self._runner.block_size)
+        packed_ns = time.monotonic_ns()
+        if plan.pooled:
+            logits, hidden_states = self._runner.embed(batch)
+            self._data += collect_embeddings(plan.pooled, hidden_states)
+        else:
+            logits = self._runner.forward(batch)
         forward_done_ns = time.monotonic_ns()
-        return sample(logits, plan.requests), forward_done_ns
+        self._costs.pack_ns += packed_ns - started_ns
+        self._costs.forward_ns += forward_done_ns - packed_ns
+        num_sampled = len(plan.sampled)
+        if plan.scored:
+            self._data += collect_prompt_logprobs(plan.scored, logits[num_sampled:])
+        if not num_sampled:  # nothing but beginnings of prompts
+            return _NOTHING, forward_done_ns
+        return sample(logits[:num_sampled], plan.sampled), forward_done_ns
+
+    def _adapter(self, request: AddRequest) -> int:
+        """Return the number of the adapter that a request names, 0 if none."""
+        names = self._runner.adapter_names
+        if request.adapter and request.adapter not in names:
+            known = ", ".join(names) or "none"
+            raise RequestFailedError(request.handle, f"there is no adapter {request.adapter!r}: known are {known}")
+        return names.index(request.adapter) + 1 if request.adapter else 0
 
     def _fail(self, reasons: dict[int, str]) -> None:
         self._scheduler.drop(reasons)
         self._failures += [RequestFailedError(handle, reason) for handle, reason in reasons.items()]
 
-    def _step(
-        self,
-        samples: Samples | None = None,
-        finishes: Sequence[Finish] = (),
-        is_first: Sequence[bool] = (),
-        scheduled_ns: int = 0,
-        forward_done_ns: int = 0,
-    ) -> Step:
-        """Put a step's columns together with the figures of now."""
-        requests = samples.requests if samples else []
-        ends = any(finish.reason for finish in finishes)
+    def _figures(self, scheduled_ns: int, forward_done_ns: int) -> Step:
+        """Return a Step without rows. Blocks of those that ended in the step still count, unless nobody is left."""
         return Step(
-            handles=np.array([request.handle for request in requests], np.uint64),
-            token_ids=samples.token_ids.astype(np.int32) if samples else np.empty(0, np.int32),
-            finish_reasons=np.array([finish.reason for finish in finishes], np.uint8) if ends else None,
-            stop_token_ids=np.array([finish.stop_token_id for finish in finishes], np.int32) if ends else None,
-            first=_first_rows(requests, is_first) if any(is_first) else None,
-            logprobs=samples.logprobs if samples else None,
+            handles=np.empty(0, np.uint64),
+            token_ids=np.empty(0, np.int32),
             scheduled_ns=scheduled_ns,
             forward_done_ns=forward_done_ns,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
-            num_blocks_used=self._pool.num_used,
-            num_blocks=self._pool.num_slots,
+            num_blocks_used=self._pool.num_used if self.has_work else 0,
+            num_blocks=self._pool.num_blocks,
+            num_preemptions=self._scheduler.num_preemptions,
         )
 
+    def _rows(self, samples: Samples, finishes: Sequence[Finish], step: Step) -> Step:
+        """Put a step's columns into it."""
+        requests = samples.requests
+        step.handles = np.array([request.handle for request in requests], np.uint64)
+        step.token_ids = samples.token_ids.astype(np.int32)
+        step.logprobs = samples.logprobs
+        if any(finish.reason for finish in finishes):
+            step.finish_reasons = np.array([finish.reason for finish in finishes], np.uint8)
+            step.stop_token_ids = np.array([finish.stop_token_id for finish in finishes], np.int32)
+        if any(request.num_output_tokens == 1 for request in requests):
+            step.first = _first_rows(requests)
+        return step
 
-def _first_rows(requests: Sequence[Request], is_first: Sequence[bool]) -> FirstRowColumns:
-    queued = [request.queued_ns if first else 0 for request, first in zip(requests, is_first, strict=True)]
-    started = [request.first_scheduled_ns if first else 0 for request, first in zip(requests, is_first, strict=True)]
+
+def _first_rows(requests: Sequence[Request]) -> FirstRowColumns:
+    is_first = np.array([request.num_output_tokens == 1 for request in requests])
+
+    def column(values: list[int], dtype: type[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+        return np.where(is_first, np.array(values, dtype), dtype(0))
+
     return FirstRowColumns(
-        num_cached_tokens=np.zeros(len(requests), np.uint32),  # there is no prefix cache yet
-        queued_ns=np.array(queued, np.uint64),
-        first_scheduled_ns=np.array(started, np.uint64),
-        num_preemptions=np.zeros(len(requests), np.uint32),
+        num_cached_tokens=column([request.num_cached_tokens for request in requests], np.uint32),
+        queued_ns=column([request.queued_ns for request in requests], np.uint64),
+        first_scheduled_ns=column([request.first_scheduled_ns for request in requests], np.uint64),
+        num_preemptions=column([request.num_preemptions for request in requests], np.uint32),
     )

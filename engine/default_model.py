@@ -148,7 +148,7 @@ def default_model_directory(cache_root: Path | None = None) -> Path:
         cache_root: ringserve's cache; by default $RINGSERVE_CACHE, else $XDG_CACHE_HOME/ringserve, else
             ~/.cache/ringserve.
     """
-    root = cache_root or _default_cache_root()
+    root = cache_root or default_cache_root()
     # The version is the parent's name, so that the directory's own name stays the model's, as clients see it.
     return root.expanduser().absolute() / "models" / f"conversion-{CONVERSION_VERSION}" / MODEL_NAME
 
@@ -439,7 +439,8 @@ def _say(message: str) -> None:
     print(f"ringserve: {message}", file=sys.stderr, flush=True)
 
 
-def _default_cache_root() -> Path:
+def default_cache_root() -> Path:
+    """Where ringserve keeps what it can make again; need not exist."""
     if own := os.environ.get("RINGSERVE_CACHE"):
         return Path(own)
     if shared := os.environ.get("XDG_CACHE_HOME"):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Protocol
 
-from shm_transport.messages import AddRequest
+from shm_transport.messages import AddRequest, Data
 from shm_transport.step import Step
 
 
@@ -23,14 +23,17 @@ class Engine(Protocol):
         """Whether `step` has anything to do."""
 
     def add(self, request: AddRequest) -> None:
-        """Queue a request; it joins at the next step that has a seat for it.
+        """Queue a request and its forks; each joins at the next step that has a seat for it.
 
         Raises:
-            RequestFailedError: If it can never run (longer than the context, say). Nothing is kept of it.
+            RequestFailedError: If it can never run (longer than the context, say). Nothing is kept of it or its forks.
         """
 
     def abort(self, handles: Iterable[int]) -> None:
-        """Drop requests wherever they are and free what they hold; unknown handles are ignored. No row is emitted."""
+        """Drop requests wherever they are and free what they hold; unknown handles are ignored. No row is emitted.
+
+        Each fork has a handle of its own and goes by it alone.
+        """
 
     def step(self) -> Step | None:
         """Run one step for every running request.
@@ -40,11 +43,20 @@ class Engine(Protocol):
             loop looks at its inbox and comes back.
         """
 
+    def after_step(self) -> None:
+        """Do what the step's record did not need; called after each `step`, once its record is out."""
+
     def idle_step(self) -> Step:
         """Return a Step without rows, only with the figures of now: published after an abort that left no work."""
 
     def take_failures(self) -> list[RequestFailedError]:
         """Return and forget the requests that failed in the last `step`; they are already dropped."""
 
+    def take_data(self) -> list[Data]:
+        """Return and forget the arrays that the last `step` has completed: prompt logprobs, embeddings."""
+
     def limits(self) -> dict[str, int]:
         """Return what READY tells the server: max_model_len, vocab_size, num_blocks."""
+
+    def stats(self) -> dict[str, int]:
+        """Return counters since the start, by name: what steps have cost, what the prefix cache has found."""

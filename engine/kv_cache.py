@@ -1,15 +1,16 @@
-"""Keys and values of every computed token, by layer and slot: the tensors. slot_pool.py knows whose they are."""
+"""Keys and values of every computed token, by layer and block: the tensors. block_pool.py knows whose they are."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.errors import EngineConfigError
-from engine.slot_pool import PADDING_SLOT
+from engine.errors import EngineConfigError, NotEnoughMemoryError
 
+PADDING_BLOCK = 0  # nobody's: block tables of different lengths are filled up with it
 _MEMORY_SHARE = 0.5  # of what is free once the weights are there; activations and other processes need the rest
 
 
@@ -17,69 +18,133 @@ _MEMORY_SHARE = 0.5  # of what is free once the weights are there; activations a
 class LayerShape:
     """What one layer keeps of one token, as seen in a forward of the model: layers may differ."""
 
-    key: tuple[int, int]  # num_kv_heads, head_dim
-    value: tuple[int, int]
+    num_kv_heads: int
+    key_dim: int  # numbers of one head's key
+    value_dim: int
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
         """Bytes for one token."""
-        return (self.key[0] * self.key[1] + self.value[0] * self.value[1]) * self.dtype.itemsize
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
 class KVCache:
-    """One tensor of keys and one of values a layer, [num_slots + 1, num_kv_heads, head_dim], token-major.
+    """One tensor of keys and one of values a layer, [num_kv_heads, num_blocks, block_size, key_dim or value_dim].
 
-    Token-major, so that a gather copies whole rows. On CPUs memory becomes real only when it is written.
+    Heads come first, so that a gather of blocks gives each head's history in one piece, which is what a batched matrix
+    product wants: with tokens first the products of a decode step took four times as long on CPUs.
     """
 
-    def __init__(self, shapes: Mapping[int, LayerShape], num_slots: int, device: torch.device) -> None:
-        def make(shape: LayerShape, row: tuple[int, int]) -> Tensor:
-            tensor = torch.empty((num_slots + 1, *row), dtype=shape.dtype, device=device)
-            tensor[PADDING_SLOT] = 0  # a masked NaN would still be a NaN: its weight is 0, and 0 * NaN is NaN
-            return tensor
-
-        self._keys = {layer: make(shape, shape.key) for layer, shape in shapes.items()}
-        self._values = {layer: make(shape, shape.value) for layer, shape in shapes.items()}
+    def __init__(
+        self, shapes: Mapping[int, LayerShape], num_blocks: int, block_size: int, device: torch.device
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._keys = {
+            layer: _zeros((shape.num_kv_heads, num_blocks, block_size, shape.key_dim), shape.dtype, device)
+            for layer, shape in shapes.items()
+        }
+        self._values = {
+            layer: _zeros((shape.num_kv_heads, num_blocks, block_size, shape.value_dim), shape.dtype, device)
+            for layer, shape in shapes.items()
+        }
 
     def write(self, layer: int, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
-        """Put this step's keys and values, [num_tokens, num_kv_heads, head_dim], into their slots [num_tokens]."""
-        self._keys[layer].index_copy_(0, slot_mapping, key)
-        self._values[layer].index_copy_(0, slot_mapping, value)
+        """Put this step's keys and values into their slots.
 
-    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy out the keys and values of slots [num_rows, length], as [num_rows, num_kv_heads, length, head_dim]."""
-        keys, values = self._keys[layer], self._values[layer]
-        flat = slots.flatten()
-        return (
-            keys.index_select(0, flat).view(*slots.shape, *keys.shape[1:]).transpose(1, 2),
-            values.index_select(0, flat).view(*slots.shape, *values.shape[1:]).transpose(1, 2),
-        )
+        Args:
+            layer: Whose.
+            slot_mapping: [num_tokens] int64, block_id * block_size + offset, no duplicates.
+            key: [num_tokens, num_kv_heads, key_dim].
+            value: [num_tokens, num_kv_heads, value_dim].
+        """
+        self._keys[layer].flatten(1, 2).index_copy_(1, slot_mapping, key.transpose(0, 1))
+        self._values[layer].flatten(1, 2).index_copy_(1, slot_mapping, value.transpose(0, 1))
+
+    def gather(self, layer: int, block_tables: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy out the keys and values of whole blocks.
+
+        Args:
+            layer: Whose.
+            block_tables: [num_rows, length] int32 or int64.
+
+        Returns:
+            Keys and values, [num_kv_heads, num_rows, length * block_size, key_dim or value_dim].
+        """
+        blocks = block_tables.flatten()
+        keys, values = self._keys[layer].index_select(1, blocks), self._values[layer].index_select(1, blocks)
+        rows = (len(keys), len(block_tables), -1)
+        return keys.view(*rows, keys.shape[-1]), values.view(*rows, values.shape[-1])
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks of every layer, (source, destination) each; no destination is a source."""
+        sources, destinations = torch.tensor(pairs).T
+        for tensor in (*self._keys.values(), *self._values.values()):
+            tensor[:, destinations.to(tensor.device)] = tensor[:, sources.to(tensor.device)]
 
 
-def choose_num_slots(
-    wanted: int | None, *, token_bytes: int, max_model_len: int, max_num_seqs: int, device: torch.device
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, because what a mask hides is still multiplied by 0, and 0 * NaN is NaN.
+
+    On CPUs they come from calloc: memory becomes real only when it is written.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    flat = np.zeros(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(flat).view(dtype).view(shape)
+
+
+def choose_num_blocks(
+    wanted_tokens: int | None,
+    *,
+    block_size: int,
+    token_bytes: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    device: torch.device,
 ) -> int:
-    """Return how many tokens the cache is to hold: `wanted`, or what half of the free memory allows.
+    """Return how many blocks the cache is to have, the padding block included.
+
+    That is room for `wanted_tokens`, or for what half of the free memory holds; never more than all seats can use.
 
     Raises:
-        EngineConfigError: If not even one request of max_model_len tokens would fit.
+        EngineConfigError: If `wanted_tokens` has no room for one request of max_model_len tokens.
+        NotEnoughMemoryError: If the memory has none.
     """
-    usable = max_model_len * max_num_seqs
-    affordable = int(_free_bytes(device) * _MEMORY_SHARE) // token_bytes if wanted is None else wanted
-    num_slots = min(usable, affordable)
-    if num_slots < max_model_len:
-        raise EngineConfigError(
-            f"the KV cache holds {num_slots} tokens ({token_bytes} bytes each), max_model_len is {max_model_len}: "
-            "lower max_model_len, or raise kv_cache_tokens"
+    blocks_a_request = -(-max_model_len // block_size)
+    usable = blocks_a_request * max_num_seqs
+    if wanted_tokens is not None:
+        num_blocks = min(usable, -(-wanted_tokens // block_size))
+        if num_blocks < blocks_a_request:
+            raise EngineConfigError(
+                f"kv_cache_tokens is {wanted_tokens}, one request may have {max_model_len} (max_model_len): "
+                "raise the one or lower the other"
+            )
+        return 1 + num_blocks
+    free = free_bytes(device)
+    num_blocks = min(usable, int(free * _MEMORY_SHARE) // (token_bytes * block_size))
+    if num_blocks < blocks_a_request:
+        raise NotEnoughMemoryError(
+            f"a request of {max_model_len} tokens (max_model_len) needs {_mib(max_model_len * token_bytes)} "
+            f"of KV cache ({token_bytes} bytes a token), and half of the free memory is {_mib(free * _MEMORY_SHARE)}: "
+            "lower max_model_len, free memory, or set kv_cache_tokens"
         )
-    return num_slots
+    return 1 + num_blocks
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Return how much memory `device` has left.
+
+    Raises:
+        EngineConfigError: If the system does not say.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise EngineConfigError("/proc/meminfo does not say how much memory is free: set kv_cache_tokens")
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB"

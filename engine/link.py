@@ -8,7 +8,7 @@ from engine.interface import RequestFailedError
 from shm_transport import segment
 from shm_transport.errors import PeerDiedError
 from shm_transport.heartbeat import Heartbeat
-from shm_transport.messages import AddRequest
+from shm_transport.messages import AddRequest, Data
 from shm_transport.process import PeerProcess
 from shm_transport.records import ENGINE_HANDLE, RecordKind, RingKind
 from shm_transport.request_ring import Abort, Call, Inbox
@@ -73,6 +73,10 @@ class EngineLink:
     def send_failure(self, failure: RequestFailedError) -> None:
         """Tell the server that one request failed."""
         self._writer.publish_message(RecordKind.ERROR, _U64.pack(failure.handle) + str(failure).encode())
+
+    def send_data(self, data: Data) -> None:
+        """Hand the server an array that a request asked for."""
+        self._writer.publish_message(RecordKind.DATA, data.encode())
 
     def send_fatal(self, message: str) -> None:
         """Tell the server why the engine is about to exit."""

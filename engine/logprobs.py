@@ -1,4 +1,4 @@
-"""Logprobs of sampled tokens, from the logits as the model gave them: before masks, temperature and filters."""
+"""Logprobs of sampled tokens and of prompts, from the logits as the model gave them: before rules and temperature."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.request import Request
+from engine.top_k import top_k
+from shm_transport.messages import AddRequest, Data
+from shm_transport.records import DataContent
 from shm_transport.step import LogprobColumns
+
+_ROWS_AT_ONCE = 64  # of a prompt: temporaries stay at the size of a decode step's
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,7 +50,8 @@ def logprob_columns(
     wanting = [index for index, row in enumerate(rows) if raw is not None and row in raw.index_of]
     if raw is None or not wanting:
         return None
-    logits = raw.logits[[raw.index_of[rows[index]] for index in wanting]]
+    are_all = len(wanting) == len(raw.index_of)  # as ever, unless a row has failed
+    logits = raw.logits if are_all else raw.logits[[raw.index_of[rows[index]] for index in wanting]]
     columns = _LogprobRows(logits, token_ids[wanting], max(requests[index].params.num_logprobs for index in wanting))
     num_entries = np.zeros(len(requests), np.uint8)
     ranks = np.zeros(len(requests), np.int32)
@@ -60,13 +66,57 @@ def logprob_columns(
     )
 
 
+class PromptLogprobs:
+    """The logprobs of one prompt's tokens but the first, filled in as its chunks are computed.
+
+    Attributes:
+        token_ids: [num_prompt_tokens - 1, 1 + num_prompt_logprobs] int32, the prompt's own token, then the most likely.
+        logprobs: Like `token_ids`, float32.
+        ranks: [num_prompt_tokens - 1] int32, of the prompt's own token.
+        num_rows: How many rows are filled.
+    """
+
+    def __init__(self, params: AddRequest) -> None:
+        self._next_ids = params.prompt_token_ids[1:].astype(np.int64)
+        shape = (len(self._next_ids), 1 + params.num_prompt_logprobs)
+        self.token_ids = np.empty(shape, np.int32)
+        self.logprobs = np.empty(shape, np.float32)
+        self.ranks = np.empty(len(self._next_ids), np.int32)
+        self.num_rows = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rows are filled."""
+        return self.num_rows == len(self.ranks)
+
+    def extend(self, logits: Tensor) -> None:
+        """Fill in the next rows.
+
+        Args:
+            logits: [n, vocab_size] fp32, those of the prompt's tokens from index `num_rows` on.
+        """
+        for some in torch.split(logits, _ROWS_AT_ONCE):
+            start, self.num_rows = self.num_rows, self.num_rows + len(some)
+            own = slice(start, self.num_rows)
+            rows = _LogprobRows(some, self._next_ids[own], self.token_ids.shape[1] - 1)
+            self.token_ids[own], self.logprobs[own], self.ranks[own] = rows.token_ids, rows.logprobs, rows.ranks
+
+    def messages(self, handle: int) -> list[Data]:
+        """Return what the server is told."""
+        return [
+            Data(handle=handle, content=DataContent.PROMPT_TOKEN_IDS, array=self.token_ids),
+            Data(handle=handle, content=DataContent.PROMPT_LOGPROBS, array=self.logprobs),
+            Data(handle=handle, content=DataContent.PROMPT_RANKS, array=self.ranks),
+        ]
+
+
 class _LogprobRows:
     """Sampled token and the `num_top` most likely ones of each row, as [num_rows, 1 + num_top] arrays."""
 
     def __init__(self, logits: Tensor, sampled: NDArray[np.int64], num_top: int) -> None:
         own_ids = torch.from_numpy(sampled).to(logits.device)[:, None]
         own = logits.gather(1, own_ids)
-        top, top_ids = logits.topk(num_top, dim=1)
+        top, top_ids = top_k(logits, num_top)
         normalizer = logits.logsumexp(dim=1, keepdim=True)
         self.token_ids = torch.cat((own_ids, top_ids), dim=1).to(torch.int32).cpu().numpy()
         self.logprobs = (torch.cat((own, top), dim=1) - normalizer).cpu().numpy()

@@ -3,27 +3,15 @@
 Knows transformers, but neither the cache nor the batch.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.attention import ATTENTION_NAME
+from engine.attention.hook import ATTENTION_NAME
+from engine.checkpoint import check_memory, read_config, weight_files
 from engine.config import EngineConfig
-from engine.errors import EngineConfigError, ModelLoadError, ModelNotFoundError, UnsupportedModelError
-
-
-def choose_device(name: str) -> torch.device:
-    """Return the device that the configuration's `device` means here.
-
-    Raises:
-        EngineConfigError: If CUDA is asked for and torch sees none.
-    """
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
-        raise EngineConfigError("device is 'cuda' and torch sees no CUDA device: use 'cpu' or 'auto'")
-    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+from engine.errors import ModelLoadError, UnsupportedModelError
 
 
 def load_config(path: str) -> Any:
@@ -34,9 +22,7 @@ def load_config(path: str) -> Any:
         ModelLoadError: If the config cannot be read, or names an architecture that transformers does not know.
         UnsupportedModelError: If transformers has no causal language model of this architecture.
     """
-    if not (Path(path) / "config.json").is_file():
-        what = "holds no config.json" if Path(path).is_dir() else "is no directory"
-        raise ModelNotFoundError(f"{path} {what}: name a local Hugging Face model directory")
+    read_config(path)
     try:
         model_config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as exc:  # transformers documents no limit to what it raises on a bad file
@@ -53,7 +39,10 @@ def load_model(config: EngineConfig, model_config: Any, device: torch.device) ->
 
     Raises:
         ModelLoadError: If weights are missing, damaged or of another shape.
+        UnsupportedModelError: If the model takes no attention function from outside.
+        NotEnoughMemoryError: If they are larger than the free memory.
     """
+    check_memory(config.model, weight_files(config.model), device)
     auto: Any = AutoModelForCausalLM
     try:
         model, loading = auto.from_pretrained(
@@ -64,6 +53,13 @@ def load_model(config: EngineConfig, model_config: Any, device: torch.device) ->
             local_files_only=True,
             output_loading_info=True,
         )
+    except KeyError as exc:
+        if exc.args != (ATTENTION_NAME,):
+            raise ModelLoadError(f"the weights of {config.model} cannot be loaded: {exc!r}") from exc
+        raise UnsupportedModelError(
+            f"{architecture(model_config)} knows only attentions of its own: serve a decoder that uses transformers' "
+            "attention interface, such as Llama, Qwen, Mistral, Gemma, Phi or GPT-2"
+        ) from exc
     except Exception as exc:  # as in load_config; a damaged safetensors file has an error class of its own
         raise ModelLoadError(f"the weights of {config.model} cannot be loaded: {exc}") from exc
     if loading["missing_keys"]:  # transformers fills them with random numbers and goes on
@@ -72,23 +68,7 @@ def load_model(config: EngineConfig, model_config: Any, device: torch.device) ->
     return model.eval().to(device)
 
 
-def choose_max_model_len(wanted: int | None, model_config: Any) -> int:
-    """Return the context that requests may use: `wanted`, or as much as the model was made for.
-
-    Raises:
-        EngineConfigError: If `wanted` is more than that, or None and the model does not say.
-    """
-    limits = _context_limits(model_config.get_text_config())
-    if wanted is None and not limits:
-        raise EngineConfigError("the model's config names no context length: set max_model_len")
-    if wanted is None:
-        return min(limits)
-    if limits and wanted > min(limits):
-        raise EngineConfigError(f"max_model_len is {wanted}, this model goes up to {min(limits)}: lower max_model_len")
-    return wanted
-
-
-def _context_limits(text_config: Any) -> list[int]:
+def context_limits(text_config: Any) -> list[int]:
     """Return the lengths beyond which the model, or the engine's way of running it, is wrong."""
     limits = [
         getattr(text_config, "max_position_embeddings", None),

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from engine.interface import RequestFailedError
-from shm_transport.messages import AddRequest
+from shm_transport.messages import AddRequest, Data
 from shm_transport.records import FinishReason
 from shm_transport.step import FirstRowColumns, LogprobColumns, Step
 
@@ -45,7 +45,8 @@ class SyntheticConfig:
 
 @dataclass(slots=True)
 class _Seat:
-    request: AddRequest
+    handle: int
+    request: AddRequest  # shared with its forks
     queued_ns: int
     scheduled_ns: int = 0
     num_tokens: int = 0
@@ -70,20 +71,21 @@ class SyntheticEngine:
         return bool(self._running or self._waiting)
 
     def add(self, request: AddRequest) -> None:
-        """Queue a request."""
+        """Queue a request and its forks."""
         if len(request.prompt_token_ids) >= self._config.max_model_len:
             raise RequestFailedError(
                 request.handle,
                 f"the prompt has {len(request.prompt_token_ids)} tokens, max_model_len is {self._config.max_model_len}",
             )
-        self._waiting.append(_Seat(request, time.monotonic_ns()))
+        handles = (request.handle, *(fork.handle for fork in request.forks))
+        self._waiting += [_Seat(handle, request, time.monotonic_ns()) for handle in handles]
 
     def abort(self, handles: Iterable[int]) -> None:
         """Drop requests."""
         dropped = set(handles)
         for handle in dropped:
             self._running.pop(handle, None)
-        self._waiting = deque(seat for seat in self._waiting if seat.request.handle not in dropped)
+        self._waiting = deque(seat for seat in self._waiting if seat.handle not in dropped)
 
     def step(self) -> Step | None:
         """Emit the next tokens of every seat whose prefill is over; None while no step is due."""
@@ -99,14 +101,25 @@ class SyntheticEngine:
         seats = [seat for seat in seats if not self._fail(seat)]
         return self._emit(seats, scheduled_ns)
 
+    def after_step(self) -> None:
+        """Do nothing: there is nothing to settle."""
+
     def idle_step(self) -> Step:
         """Return the figures of now."""
         return self._emit([], time.monotonic_ns())
+
+    def take_data(self) -> list[Data]:
+        """Return nothing: there are neither prompt logprobs nor embeddings here."""
+        return []
 
     def take_failures(self) -> list[RequestFailedError]:
         """Return the requests that `fail_after` has ended."""
         failures, self._failures = self._failures, []
         return failures
+
+    def stats(self) -> dict[str, int]:
+        """Return nothing: its steps cost nothing worth counting."""
+        return {}
 
     def limits(self) -> dict[str, int]:
         """Return READY's figures."""
@@ -131,15 +144,15 @@ class SyntheticEngine:
         while self._waiting and len(self._running) < self._config.max_num_seqs:
             seat = self._waiting.popleft()
             seat.scheduled_ns = now_ns
-            self._running[seat.request.handle] = seat
+            self._running[seat.handle] = seat
         return len(self._running) - num_running
 
     def _fail(self, seat: _Seat) -> bool:
         if seat.num_tokens != self._config.fail_after:
             return False
-        del self._running[seat.request.handle]
+        del self._running[seat.handle]
         message = f"the synthetic engine fails each request after {seat.num_tokens} tokens"
-        self._failures.append(RequestFailedError(seat.request.handle, message))
+        self._failures.append(RequestFailedError(seat.handle, message))
         return True
 
     def _emit(self, seats: list[_Seat], scheduled_ns: int) -> Step:
@@ -147,13 +160,13 @@ class SyntheticEngine:
         rows = [self._advance(seat) for seat in seats]
         for seat, (_, reason, _) in zip(seats, rows, strict=True):
             if reason:
-                del self._running[seat.request.handle]
+                del self._running[seat.handle]
         self._num_events += len(rows)
         token_ids = [token for tokens, _, _ in rows for token in tokens]
         counts = np.array([len(tokens) for tokens, _, _ in rows], np.uint32)
         is_finished = any(reason for _, reason, _ in rows)
         return Step(
-            handles=np.array([seat.request.handle for seat in seats], np.uint64),
+            handles=np.array([seat.handle for seat in seats], np.uint64),
             token_ids=np.array(token_ids, np.int32),
             num_tokens=None if (counts == 1).all() else counts,
             finish_reasons=np.array([reason for _, reason, _ in rows], np.uint8) if is_finished else None,

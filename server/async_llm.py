@@ -22,6 +22,7 @@ from server.output_processor import OutputProcessor
 from server.outputs import RequestOutput
 from shm_transport.counters import RingCounters
 from shm_transport.errors import PeerDiedError
+from shm_transport.messages import Data
 from shm_transport.records import ENGINE_HANDLE, RecordKind
 from shm_transport.step_ring import Message, StepRecord
 
@@ -213,7 +214,7 @@ class AsyncLLM(EngineClient):
             )
 
     def submit(self, request: ProcessedRequest) -> RequestOutputCollector:
-        """Register a request's n sequences, then send them to the engine. Never suspends.
+        """Register a request's n sequences, then send them to the engine, as one. Never suspends.
 
         Returns:
             Their collector. The caller must `release` it, however it ends.
@@ -229,8 +230,7 @@ class AsyncLLM(EngineClient):
         try:
             indexes = range(request.first_index, request.first_index + params.n)
             states = [pipe.outputs.add(request, index, collector) for index in indexes]
-            for state, seed in zip(states, params.seeds(), strict=True):
-                pipe.engine.outbox.add(request.engine_request(state.handle, seed))
+            pipe.engine.outbox.add(request.engine_request([state.handle for state in states]))
             pipe.flush()
         except BaseException:
             self.release(collector)
@@ -322,6 +322,9 @@ async def _process(pipe: _Pipe, is_behind: bool) -> None:
 
 
 def _take_message(pipe: _Pipe, message: Message) -> None:
+    if message.kind == RecordKind.DATA:
+        pipe.outputs.keep(Data.decode(message.body))
+        return
     if message.kind != RecordKind.ERROR:
         logger.warning("the engine sent an unexpected %s message", message.kind.name)
         return

@@ -9,9 +9,12 @@ import asyncio
 import io
 from array import array
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
 
 from server.outputs import CompletionOutput, OutputKind, RequestOutput
+from shm_transport.records import DataContent
 
 
 class OutputWriter(Protocol):
@@ -42,6 +45,7 @@ class RequestOutputCollector:
     def __init__(self, request_id: str, prompt_token_ids: list[int], num_sequences: int, kind: OutputKind) -> None:
         self.request_id = request_id
         self.num_cached_tokens = 0
+        self.arrays: dict[DataContent, NDArray[Any]] = {}  # what the engine sent of it beside tokens
         self._prompt_token_ids = prompt_token_ids
         self._num_unfinished = num_sequences
         self._kind = kind

@@ -35,6 +35,15 @@ class ServeConfig:
     engine: str = _option("model", "what generates", choices=("model", "synthetic"))
     dtype: str = _option("auto", "of weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
     device: str = _option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
+    quantization: str = _option("auto", "weights on CPUs; auto: 4-bit where lossless", choices=("auto", "none", "int4"))
+    runner: str = _option(
+        "auto", "what runs the model; auto: the fastest that is right", choices=("auto", "hf", "fused")
+    )
+    deterministic: bool = _option(False, "a request's tokens never depend on its batch mates; slower")
+    num_threads: int | None = _option(None, "of the engine on CPUs; all cores but one if unset", "N")
+    kv_cache_tokens: int | None = _option(None, "size of the KV cache; half of the free memory if unset", "N")
+    block_size: int | None = _option(None, "tokens in a block of the KV cache", "N")
+    max_num_batched_tokens: int | None = _option(None, "prompt tokens in a step; by the device if unset", "N")
     max_model_len: int | None = _option(None, "longest prompt and output together, tokens; the model's if unset", "N")
     max_num_seqs: int | None = _option(None, "sequences that run at once; the engine's choice if unset", "N")
     step_log: str | None = _option(None, "write each step's publish stamp, rows and tokens there", "FILE")
@@ -49,7 +58,8 @@ class ServeConfig:
         """Raise StartupError for a value out of its range."""
         _at_least(self, 0, "port", "drain_timeout", "step_time_ms", "prefill_time_ms")
         _at_least(self, 1, "max_num_queued_reqs", "max_body_mb", "tokens_per_step", "step_timeout")
-        _at_least(self, 1, "max_model_len", "max_num_seqs")
+        _at_least(self, 1, "max_model_len", "max_num_seqs", "num_threads", "kv_cache_tokens", "block_size")
+        _at_least(self, 1, "max_num_batched_tokens")
         _at_least(self, -1, "fail_after")
         if self.port > 65535:
             raise StartupError(f"--port is {self.port}: at most 65535")
@@ -60,10 +70,13 @@ class ServeConfig:
         Args:
             tokenizer: The model's tokenizer.json; its directory is the model.
         """
-        limits = {"max_model_len": self.max_model_len, "max_num_seqs": self.max_num_seqs}
-        given = {name: value for name, value in limits.items() if value is not None}
+        given = self._given("max_model_len", "max_num_seqs")
         if self.engine == "model":
-            options = {"model": str(tokenizer.parent), "dtype": self.dtype, "device": self.device, **given}
+            options = {
+                "model": str(tokenizer.parent), "dtype": self.dtype, "device": self.device,
+                "quantization": self.quantization, "runner": self.runner, "deterministic": self.deterministic,
+                **given, **self._given("num_threads", "kv_cache_tokens", "block_size", "max_num_batched_tokens"),
+            }  # fmt: skip
             return {"model": options, "step_log": self.step_log}
         synthetic = {
             "tokenizer": str(tokenizer), "script": self.script or "", "step_time_s": self.step_time_ms / 1e3,
@@ -71,6 +84,10 @@ class ServeConfig:
             "lockstep": self.lockstep or "", "fail_after": self.fail_after, **given,
         }  # fmt: skip
         return {"synthetic": synthetic, "step_log": self.step_log}
+
+    def _given(self, *names: str) -> dict[str, int]:
+        """Return those of the fields that are set; the engine has defaults for the others."""
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 def _at_least(config: ServeConfig, least: int, *names: str) -> None:

@@ -1,6 +1,7 @@
 """From a prompt and sampling parameters to engine requests: render, tokenize, validate. Knows no HTTP."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from server.errors import RequestError, shown
 from server.model_info import ModelInfo
 from server.outputs import OutputKind
 from server.sampling_params import SamplingParams
-from shm_transport.messages import AddRequest
+from shm_transport.messages import AddRequest, Fork
 
 _INLINE_ITEMS = 4096  # characters or token ids; more are processed on a thread: so many take about a millisecond
 _MESSAGE_ITEMS = 64  # what rendering a message costs beside its text
@@ -50,13 +51,14 @@ class ProcessedRequest:
         """Convert the prompt here, where it may be on a thread."""
         object.__setattr__(self, "prompt_array", np.array(self.prompt_token_ids, np.int32))
 
-    def engine_request(self, handle: int, seed: int) -> AddRequest:
-        """Return the message to the engine for one of the n sequences."""
+    def engine_request(self, handles: Sequence[int]) -> AddRequest:
+        """Return the message to the engine for the n sequences, whose handles these are."""
         params = self.params
+        first, *forks = map(Fork, handles, params.seeds())
         return AddRequest(
-            handle=handle, prompt_token_ids=self.prompt_array, max_tokens=self.max_tokens,
-            min_tokens=params.min_tokens, temperature=params.temperature, top_p=params.top_p,
-            top_k=max(params.top_k, 0), min_p=params.min_p, seed=seed, eos_token_id=self.eos_token_id,
+            handle=first.handle, seed=first.seed, forks=tuple(forks), prompt_token_ids=self.prompt_array,
+            max_tokens=self.max_tokens, min_tokens=params.min_tokens, temperature=params.temperature,
+            top_p=params.top_p, top_k=max(params.top_k, 0), min_p=params.min_p, eos_token_id=self.eos_token_id,
             stop_token_ids=self.stop_token_ids,
         )  # fmt: skip
 

@@ -19,6 +19,7 @@ from server.outputs import CompletionOutput, OutputKind
 from server.sink import DeltaWriter
 from server.stop_strings import StopStringChecker
 from server.tokenizer import Tokenizer
+from shm_transport.messages import Data
 from shm_transport.records import FinishReason
 from shm_transport.step_ring import FirstRows, StepRecord
 
@@ -192,6 +193,12 @@ class OutputProcessor:
         for state in states:
             self._forget(state)
         return [state.handle for state in states]
+
+    def keep(self, data: Data) -> None:
+        """Keep an array with its request; one of a request that is gone is dropped."""
+        state = self._state_of(data.handle)
+        if state is not None:
+            state.collector.arrays[data.content] = data.array
 
     def fail(self, handle: int, error: Exception) -> list[int]:
         """End the whole request that a sequence belongs to with an error; return its live handles."""

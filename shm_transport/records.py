@@ -10,7 +10,7 @@ import enum
 import numpy as np
 
 MAGIC = int.from_bytes(b"ringsrv\0", "little")
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 CACHE_LINE_BYTES = 64
 ENGINE_HANDLE = 2**64 - 1  # in an ERROR record: the engine itself failed, not one request
 MAX_LOGPROBS = 20  # alternatives for each token; the sampled token itself comes on top
@@ -71,8 +71,8 @@ class RecordKind(enum.IntEnum):
     READY = 3  # JSON: max_model_len, vocab_size, num_blocks
     REPLY = 4  # u64 call id, then JSON
     ERROR = 5  # u64 handle, then UTF-8 text: this one request failed
-    DATA = 6  # u64 handle, then dtype, shape and bytes of one array
-    ADD = 16  # ADD_FIELDS, then i32 prompt token ids, then i32 stop token ids, then a tail of bytes
+    DATA = 6  # DATA_FIELDS, then the shape, then the bytes of one array
+    ADD = 16  # ADD_FIELDS, then its counted sections
     ABORT = 17  # u64 handles
     CALL = 18  # u64 call id, then JSON
 
@@ -97,6 +97,23 @@ class FinishReason(enum.IntEnum):
     ERROR = 4
 
 
+class DataContent(enum.IntEnum):
+    """What a DATA record's array is. Prompt arrays have a row for each prompt token but the first."""
+
+    PROMPT_TOKEN_IDS = 1  # i4 [num_prompt_tokens - 1, 1 + k]: the prompt's own token, then the k most likely ones
+    PROMPT_LOGPROBS = 2  # f4, like PROMPT_TOKEN_IDS: their natural logarithms, of the raw logits
+    PROMPT_RANKS = 3  # i4 [num_prompt_tokens - 1], of the prompt's own token; 1: the most likely
+    EMBEDDING = 4  # f4 [hidden_size]; the request's last record, no STEP row follows
+
+
+class Pooling(enum.IntEnum):
+    """How an ADD's final hidden states become one embedding; NONE: it wants tokens instead."""
+
+    NONE = 0
+    LAST = 1  # the last prompt token's
+    MEAN = 2  # the mean of all prompt tokens'
+
+
 STEP_ROW_COLUMNS = (
     ("handle", "<u8"),  # slot index (low 32 bits) and generation (high 32 bits), chosen by the server
     ("token_offset", "<u4"),  # first of the row's tokens in token_id
@@ -118,6 +135,8 @@ STEP_LOGPROB_COLUMNS = (
     ("logprob", "<f4"),  # natural logarithm, of the raw logits
 )
 
+# After them, in this order, each with as many items as its count says, without padding: forks, prompt token ids, stop,
+# allowed and bad token ids, logit biases, cache salt, adapter. Items of 8 bytes come first, so all are aligned.
 ADD_FIELDS = np.dtype(
     [
         ("handle", "<u8"),
@@ -125,13 +144,35 @@ ADD_FIELDS = np.dtype(
         ("temperature", "<f8"),  # below 1e-5: greedy
         ("top_p", "<f8"),
         ("min_p", "<f8"),
+        ("repetition_penalty", "<f8"),  # 1: off; on the tokens of prompt and output
+        ("frequency_penalty", "<f8"),  # 0: off; for each time that a token is in the output
+        ("presence_penalty", "<f8"),  # 0: off; once for each token that is in the output
         ("top_k", "<i4"),  # 0: off
         ("max_tokens", "<u4"),
         ("min_tokens", "<u4"),
         ("eos_token_id", "<i4"),  # -1: no token ends the request as EOS
         ("num_logprobs", "<i4"),  # -1: none; 0: the sampled token alone
-        ("num_prompt_tokens", "<u4"),
-        ("num_stop_token_ids", "<u4"),
-        ("tail_bytes", "<u4"),
+        ("num_prompt_logprobs", "<i4"),  # -1: none; 0: the prompt's own tokens alone; comes as DATA
+        ("priority", "<i4"),  # lower runs earlier
+        ("pooling", "<u2"),  # Pooling
+        ("is_normalized", "<u2"),  # 1: the embedding is scaled to length 1
+        ("num_forks", "<u4"),  # u8 handle and u8 seed each: further sequences of this prompt (n > 1)
+        ("num_prompt_tokens", "<u4"),  # i4 each
+        ("num_stop_token_ids", "<u4"),  # i4 each
+        ("num_allowed_token_ids", "<u4"),  # i4 each; none: every token may be sampled
+        ("num_bad_token_ids", "<u4"),  # i4 each; never sampled
+        ("num_logit_biases", "<u4"),  # i4 token id and f4 bias each, added to the logit
+        ("cache_salt_bytes", "<u4"),  # UTF-8; prompts of different salts share no cached block
+        ("adapter_bytes", "<u4"),  # UTF-8; name of a LoRA adapter, empty: the model as it is
+    ]
+)
+
+# After them the shape, u8 [num_dimensions], then the array's bytes in C order.
+DATA_FIELDS = np.dtype(
+    [
+        ("handle", "<u8"),
+        ("content", "<u2"),  # DataContent
+        ("dtype", "S2"),  # little-endian; i4 or f4
+        ("num_dimensions", "<u4"),
     ]
 )

@@ -3,7 +3,7 @@
 import struct
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -39,6 +39,7 @@ class _Outgoing:
     body: bytearray | bytes
     sent: int = 0
     is_started: bool = False
+    handles: set[int] = field(default_factory=set)  # of an ADD: those that are not aborted yet
 
 
 class Outbox:
@@ -62,17 +63,25 @@ class Outbox:
         return not self._queue
 
     def add(self, request: AddRequest) -> None:
-        """Queue a request for the engine."""
-        outgoing = _Outgoing(RecordKind.ADD, request.encode())
-        self._unsent_adds[request.handle] = outgoing
+        """Queue a request, with its forks, for the engine."""
+        handles = {request.handle, *(fork.handle for fork in request.forks)}
+        outgoing = _Outgoing(RecordKind.ADD, request.encode(), handles=handles)
+        self._unsent_adds |= dict.fromkeys(handles, outgoing)
         self._queue.append(outgoing)
 
     def abort(self, handles: Iterable[int]) -> None:
-        """Queue an abort. One whose ADD has not left yet drops both; the others coalesce into one record."""
+        """Queue an abort; those that wait coalesce into one record.
+
+        An ADD that has not left yet is dropped once all its handles are aborted; until then their abort follows it.
+        """
         sent = []
         for handle in handles:
             add = self._unsent_adds.pop(handle, None)
             if add is None:
+                sent.append(handle)
+                continue
+            add.handles.remove(handle)
+            if add.handles:
                 sent.append(handle)
             else:
                 self._queue.remove(add)
@@ -100,8 +109,8 @@ class Outbox:
     def _push(self, outgoing: _Outgoing) -> None:
         if not outgoing.is_started:
             outgoing.is_started = True
-            if outgoing.kind == RecordKind.ADD:
-                self._unsent_adds.pop(int.from_bytes(outgoing.body[:8], "little"), None)
+            for handle in outgoing.handles:
+                del self._unsent_adds[handle]
         chunk = outgoing.body[outgoing.sent : outgoing.sent + self._max_body]
         outgoing.sent += len(chunk)
         flags = _MORE if outgoing.sent < len(outgoing.body) else 0

@@ -9,8 +9,8 @@ import pytest
 
 from server.engine_process import EngineProcess
 from shm_transport.config import RingConfig
-from shm_transport.messages import AddRequest
-from shm_transport.records import FinishReason, RecordKind
+from shm_transport.messages import AddRequest, Data, Fork
+from shm_transport.records import DataContent, FinishReason, Pooling, RecordKind
 from shm_transport.step_ring import Message, StepRecord
 
 MAX_MODEL_LEN = 200
@@ -20,6 +20,7 @@ class Driver:
     """The server's ends of the rings, driven by a test."""
 
     def __init__(self, config: dict[str, object]) -> None:
+        self.engine_config = config
         self.engine = EngineProcess(config, RingConfig(), step_timeout_s=60)
         self.steps: list[StepRecord] = []
         self.messages: list[Message] = []
@@ -199,6 +200,30 @@ def test_an_aborted_request_is_gone_from_the_next_record_on(driver) -> None:
     assert driver.steps[-1].header.num_running == 0
 
 
+def test_forks_are_sequences_of_their_own_that_end_by_their_own_handles(driver) -> None:
+    forks = tuple(Fork(handle=1000 + n, seed=n) for n in range(2))  # three seats in all
+    first = driver.add(max_tokens=150, forks=forks)
+    driver.steps.clear()
+    while not {first, 1000, 1001} <= set(driver.outputs()):
+        driver.read()
+    driver.abort(first, 1001)
+    outputs = driver.run(1000)
+    assert len(outputs[1000].tokens) > 20
+    assert driver.steps[-1].header.num_running == 0
+
+
+def test_forks_are_aborted_before_their_prompt_has_run(driver) -> None:
+    others = [driver.add(max_tokens=40) for _ in range(3)]  # every seat
+    forks = tuple(Fork(handle=2000 + n, seed=n) for n in range(2))
+    first = driver.add(max_tokens=5, forks=forks)
+    driver.abort(first, 2001)
+    outputs = driver.run(2000, *others)
+    assert len(outputs[2000].tokens) == 5
+    assert first not in outputs
+    assert 2001 not in outputs
+    assert outputs[2000].tokens == outputs[others[0]].tokens[:5]  # all are greedy
+
+
 def test_an_abort_that_leaves_no_work_is_followed_by_a_record_of_nothing_running(driver) -> None:
     handle = driver.add(max_tokens=190)
     step = driver.read()
@@ -247,6 +272,34 @@ def test_logprobs_come_for_those_who_ask(driver) -> None:
     assert any(step.logprobs is not None for step in driver.steps)
 
 
+def test_prompt_logprobs_come_as_data_before_the_first_token(driver) -> None:
+    if "synthetic" in driver.engine_config:
+        pytest.skip("it has no logits")
+    driver.messages.clear()
+    handle = driver.add(prompt_token_ids=np.arange(10, 60, dtype=np.int32), num_prompt_logprobs=2, max_tokens=1)
+    while len(driver.messages) < 3:
+        driver.read()
+    assert not any(handle in step.handles for step in driver.steps)
+    arrays = {data.content: data.array for data in (Data.decode(message.body) for message in driver.messages)}
+    assert [array.shape for array in arrays.values()] == [(49, 3), (49, 3), (49,)]
+    assert arrays[DataContent.PROMPT_TOKEN_IDS][:, 0].tolist() == list(range(11, 60))
+    assert driver.run(handle)[handle].finish == FinishReason.LENGTH
+
+
+def test_an_embedding_comes_as_data_and_is_all_that_comes(driver) -> None:
+    if "synthetic" in driver.engine_config:
+        pytest.skip("it has no hidden states")
+    driver.messages.clear()
+    driver.add(pooling=Pooling.MEAN, is_normalized=True, max_tokens=0)
+    while not driver.messages:
+        assert not getattr(driver.read(), "handles", None)
+    data = Data.decode(driver.messages[0].body)
+    assert (data.content, data.array.shape) == (DataContent.EMBEDDING, (32,))
+    assert np.linalg.norm(data.array) == pytest.approx(1.0, abs=1e-5)
+    step = driver.read()
+    assert (step.handles, step.header.num_running) == ([], 0)
+
+
 def test_an_unknown_call_gets_an_answer(driver) -> None:
     driver.engine.outbox.call(77, json.dumps({"method": "dance"}).encode())
     driver.engine.outbox.flush()
@@ -254,6 +307,24 @@ def test_an_unknown_call_gets_an_answer(driver) -> None:
     assert reply.kind == RecordKind.REPLY
     assert int.from_bytes(reply.body[:8], "little") == 77
     assert "dance" in json.loads(reply.body[8:])["error"]
+
+
+def test_the_engine_tells_what_its_steps_have_cost(driver) -> None:
+    def ask() -> dict[str, int]:
+        driver.engine.outbox.call(78, json.dumps({"method": "stats"}).encode())
+        driver.engine.outbox.flush()
+        reply = driver.read()
+        assert reply.kind == RecordKind.REPLY
+        return json.loads(reply.body[8:])["result"]
+
+    before = ask()
+    driver.run(driver.add(max_tokens=3))
+    after = ask()
+    assert after.keys() == before.keys()
+    if after:  # the synthetic engine has none
+        assert after["num_steps"] == before["num_steps"] + 3
+        for phase in ("schedule", "pack", "forward", "sample", "commit", "publish", "settle"):
+            assert after[f"{phase}_ns"] > before[f"{phase}_ns"]
 
 
 def test_a_full_step_ring_holds_the_engine_and_loses_nothing(driver) -> None:

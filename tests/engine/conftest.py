@@ -1,6 +1,8 @@
 """Tiny random models, and a driver that collects what an engine emits."""
 
-from collections.abc import Callable, Sequence
+import functools
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,26 @@ from transformers import (
     BertConfig,
     BloomConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
+    GPTNeoConfig,
+    GPTNeoXConfig,
     GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    Phi3Config,
     Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
 )
 
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from shm_transport.messages import AddRequest
+from shm_transport.messages import AddRequest, Data
 from shm_transport.records import FinishReason
 from shm_transport.step import Step
 
@@ -45,6 +56,7 @@ _LLAMA_LIKE = _COMMON | {
     "head_dim": 8,
     "max_position_embeddings": CONTEXT,
 }
+_PLAIN_HEADS = {key: value for key, value in _LLAMA_LIKE.items() if key not in ("num_key_value_heads", "head_dim")}
 _CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**_LLAMA_LIKE),
     "qwen2": lambda: Qwen2Config(**{key: value for key, value in _LLAMA_LIKE.items() if key != "head_dim"}),
@@ -61,7 +73,51 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         layer_types=["sliding_attention", "full_attention"],
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
+    "qwen3": lambda: Qwen3Config(**_LLAMA_LIKE, tie_word_embeddings=True),
+    # one layer without rotary embedding, one with a window
+    "smollm3": lambda: SmolLM3Config(
+        **_LLAMA_LIKE,
+        no_rope_layers=[1, 0],
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_LLAMA_LIKE,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        query_pre_attn_scalar=8,
+        tie_word_embeddings=False,
+    ),
+    "phi3": lambda: Phi3Config(**{key: value for key, value in _LLAMA_LIKE.items() if key != "head_dim"}),
+    "gpt_neox": lambda: GPTNeoXConfig(**_PLAIN_HEADS, rotary_pct=0.5),
+    "opt": lambda: OPTConfig(
+        **_COMMON | {"pad_token_id": 1},
+        hidden_size=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=CONTEXT,
+        word_embed_proj_dim=32,
+    ),
+    "mixtral": lambda: MixtralConfig(**_LLAMA_LIKE, num_local_experts=4, num_experts_per_tok=2),
+    "granite": lambda: GraniteConfig(
+        **{key: value for key, value in _LLAMA_LIKE.items() if key != "head_dim"},
+        embedding_multiplier=2.0,
+        residual_multiplier=0.7,
+        attention_multiplier=0.2,
+        logits_scaling=2.0,
+    ),
+    # Their attention does not go through transformers' interface.
     "bloom": lambda: BloomConfig(**_COMMON, hidden_size=32, n_layer=2, n_head=4),
+    "gpt_neo": lambda: GPTNeoConfig(
+        **_COMMON,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global"], 2]],
+        max_position_embeddings=CONTEXT,
+    ),
     "bert": lambda: BertConfig(
         **_COMMON | {"pad_token_id": 0},
         hidden_size=32,
@@ -92,6 +148,15 @@ class TinyModel:
         return EngineConfig(**{"model": self.path, "device": "cpu", "num_threads": 1, "max_num_seqs": 8, **settings})
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_check_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the tiny models' reference logits out of the user's cache."""
+    root = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.check_cache.default_cache_root", lambda: root)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
     """Make, once a session, the tiny model of an architecture."""
@@ -117,6 +182,7 @@ class Driver:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finishes: dict[int, tuple[FinishReason, int]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
+    data: list[Data] = field(default_factory=list)
 
     def add(self, handle: int, prompt: Sequence[int], **params: Any) -> None:
         """Add a request; greedy unless `params` say otherwise."""
@@ -126,13 +192,18 @@ class Driver:
     def step(self) -> Step:
         """Run one step and sort its rows."""
         step = self.core.step()
+        self.data += self.core.take_data()
         for row, (handle, token_id) in enumerate(zip(step.handles.tolist(), step.token_ids.tolist(), strict=True)):
             assert handle not in self.finishes
             self.tokens.setdefault(handle, []).append(token_id)
             if step.finish_reasons is not None and step.finish_reasons[row]:
                 assert step.stop_token_ids is not None
                 self.finishes[handle] = (FinishReason(step.finish_reasons[row]), int(step.stop_token_ids[row]))
-        self.failures.update({failure.handle: str(failure) for failure in self.core.take_failures()})
+        for failure in self.core.take_failures():
+            assert failure.handle not in self.finishes
+            assert failure.handle not in self.failures
+            self.failures[failure.handle] = str(failure)
+        self.core.after_step()
         return step
 
     def run(self) -> None:
@@ -143,40 +214,101 @@ class Driver:
     def is_idle_and_empty(self) -> bool:
         """Whether nothing is held any more."""
         figures = self.core.idle_step()
-        held = (figures.num_running, figures.num_waiting, figures.num_blocks_used)
+        held = (figures.num_running, figures.num_waiting, self.core._pool.num_used)
         return not self.core.has_work and held == (0, 0, 0)
 
 
 class FakeRunner:
-    """A runner without a model: a row's logits are made from its last token and position, by `logits_of`."""
+    """A runner without a model, whose cache holds token ids: logits are made from what a row finds in its own blocks.
 
-    def __init__(self, logits_of: Callable[[int, int], np.ndarray[Any, Any]], *, num_slots: int = 1024) -> None:
-        self.max_model_len = 64
-        self.vocab_size = len(logits_of(0, 0))
-        self.num_slots = num_slots
-        self.batches: list[Batch] = []
+    So a block that is shared, copied, freed or found wrongly shows in the tokens. `logits_of` is given all tokens up to
+    the row's own.
+    """
+
+    def __init__(
+        self,
+        logits_of: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
+        *,
+        num_blocks: int = 257,
+        block_size: int = 4,
+        max_model_len: int = 64,
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.vocab_size = len(logits_of(np.zeros(1, np.int64)))
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = torch.float32
+        self.device = torch.device("cpu")
+        self.adapter_names: tuple[str, ...] = ()
         self.raises: Exception | None = None
         self._logits_of = logits_of
+        self._cache = np.full((num_blocks, block_size), -1, np.int64)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Note the batch; make the logits, or raise what the test put into `raises`."""
+        """Make the logits, or raise what the test put into `raises`."""
         if self.raises is not None:
             raise self.raises
-        self.batches.append(batch)
-        pairs = zip(batch.token_ids[batch.last_rows], batch.positions[batch.last_rows], strict=True)
-        rows = [self._logits_of(int(token_id), int(position)) for token_id, position in pairs]
-        return torch.from_numpy(np.stack(rows).astype(np.float32))
+        assert len(np.unique(batch.slot_mapping)) == len(batch.slot_mapping)
+        assert (batch.slot_mapping >= self.block_size).all()  # not the padding block
+        self._cache.reshape(-1)[batch.slot_mapping] = batch.token_ids
+        rows = [self._logits_of(self._context(batch, row)) for row in batch.last_rows.tolist()]
+        return torch.from_numpy(np.array(rows, np.float32).reshape(len(rows), self.vocab_size))
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks."""
+        sources, destinations = zip(*pairs, strict=True)
+        assert not set(sources) & set(destinations)
+        self._cache[list(destinations)] = self._cache[list(sources)]
+
+    def _context(self, batch: Batch, row: int) -> np.ndarray[Any, Any]:
+        if row < batch.num_decodes:
+            table, length = batch.block_tables[row], int(batch.decode_lengths[row])
+        else:
+            chunk = next(chunk for chunk in batch.chunks if chunk.start <= row < chunk.end)
+            table, length = chunk.block_table, chunk.num_context + row - chunk.start + 1
+        tokens = self._cache[table[: -(-length // self.block_size)]].reshape(-1)[:length]
+        assert length == batch.positions[row] + 1
+        assert tokens[-1] == batch.token_ids[row]
+        assert (tokens >= 0).all()
+        return tokens
 
 
-def successor_logits(token_id: int, position: int) -> np.ndarray[Any, Any]:
+def successor_logits(context: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Make the next id the most likely token, of a vocabulary of 32."""
-    return -np.abs(np.arange(32.0) - (token_id + 1) % 32)
+    return -np.abs(np.arange(32.0) - (context[-1] + 1) % 32)
+
+
+_RANDOM_LOGITS = np.random.default_rng(0).normal(0.0, 3.0, (251, 32))
+
+
+def hashed_logits(context: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Make logits that depend on every token of the context, for a vocabulary of 32."""
+    return _RANDOM_LOGITS[zlib.crc32(context.astype("<i4").tobytes()) % len(_RANDOM_LOGITS)]
 
 
 @pytest.fixture
 def fake_runner() -> FakeRunner:
     """A runner that counts: after token n comes n + 1."""
     return FakeRunner(successor_logits)
+
+
+@pytest.fixture
+def make_hashing_runner() -> Callable[..., FakeRunner]:
+    """Build a runner whose tokens depend on the whole context; settings as FakeRunner's."""
+    return functools.partial(FakeRunner, hashed_logits)
+
+
+@pytest.fixture
+def hashed_tokens() -> Callable[[Sequence[int], int], list[int]]:
+    """What a greedy request gets from such a runner: (prompt, max_tokens) -> token ids."""
+
+    def tokens(prompt: Sequence[int], max_tokens: int) -> list[int]:
+        context = np.array(prompt, np.int64)
+        for _ in range(max_tokens):
+            context = np.append(context, hashed_logits(context).argmax())
+        return context[len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+    return tokens
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.interface import RequestFailedError
+from shm_transport.messages import Fork
 from shm_transport.records import FinishReason
 
 TinyModels = Callable[[str], Any]
@@ -46,6 +47,25 @@ def test_greedy_equals_generate_alone(name: str, tiny_model: TinyModels, make_dr
     assert driver.tokens == {n: tiny.generate(prompt, 16) for n, prompt in enumerate(prompts(2, (3, 30)))}
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_equals_generate_in_chunks_from_the_prefix_cache_and_after_preemption(
+    name: str, tiny_model: TinyModels, make_driver: MakeDriver
+) -> None:
+    tiny = tiny_model(name)
+    driver = make_driver(tiny.config(block_size=4, kv_cache_tokens=96, max_num_batched_tokens=16))
+    (beginning,) = prompts(7, (21,))
+    for handle, end in enumerate(prompts(8, (1, 15, 19, 6))):
+        driver.add(handle, [*beginning, *end], max_tokens=30)
+        for _ in range(4):
+            driver.step()
+    driver.run()
+    assert driver.core.idle_step().num_preemptions > 0
+    assert driver.core.cache_counters.num_hit_tokens >= 3 * 20
+    ends = prompts(8, (1, 15, 19, 6))
+    assert driver.tokens == {n: tiny.generate([*beginning, *end], 30) for n, end in enumerate(ends)}
+    assert driver.is_idle_and_empty()
+
+
 @pytest.mark.parametrize("join_after", [0, 1, 2, 5, 9])
 def test_a_late_joiner_and_those_it_joins_get_what_they_get_alone(
     join_after: int, tiny_model: TinyModels, make_driver: MakeDriver
@@ -58,8 +78,8 @@ def test_a_late_joiner_and_those_it_joins_get_what_they_get_alone(
     for _ in range(join_after):
         driver.step()
     driver.add(2, late, max_tokens=11)
-    step = driver.step()
-    assert 2 in step.handles.tolist()  # it joins at the very next step
+    driver.step()
+    assert driver.core.idle_step().num_running == 3 - (join_after > 7)  # it joins at the very next step
     driver.run()
     assert driver.tokens == {
         0: tiny.generate(first, 20),
@@ -92,22 +112,29 @@ def test_random_joins_and_aborts_over_reused_cache_slots_change_nobodys_tokens(
         assert (handle in driver.finishes) == (len(got) == max_tokens)
 
 
-def test_seeded_requests_get_the_same_tokens_alone_and_in_a_batch(
-    tiny_model: TinyModels, make_driver: MakeDriver
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 3.0, "seed": 11},
+    {"temperature": 3.0, "seed": 12, "top_k": 40},
+    {"temperature": 2.5, "seed": 13, "top_p": 0.9},
+    {"temperature": 3.0, "seed": 2**64 - 1, "min_p": 0.01},
+    {"temperature": 2.0, "seed": 14, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"temperature": 0.0},
+]
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_seeded_requests_get_the_same_tokens_alone_and_in_a_batch_and_after_preemption(
+    is_preempted: bool, tiny_model: TinyModels, make_driver: MakeDriver
 ) -> None:
     tiny = tiny_model("llama")
-    params = [
-        {"temperature": 3.0, "seed": 11},
-        {"temperature": 3.0, "seed": 12, "top_k": 40},
-        {"temperature": 2.5, "seed": 13, "top_p": 0.9},
-        {"temperature": 3.0, "seed": 2**64 - 1, "min_p": 0.01},
-        {"temperature": 0.0},
-    ]
-    batch = make_driver(tiny.config())
-    for handle, (prompt, chosen) in enumerate(zip(prompts(4, (6, 9, 2, 14, 7)), params, strict=True)):
+    small = {"block_size": 4, "kv_cache_tokens": 48, "max_model_len": 48, "max_num_batched_tokens": 16}
+    batch = make_driver(tiny.config(**(small if is_preempted else {})))
+    requests = list(zip(prompts(4, (6, 9, 2, 14, 7, 7)), SAMPLINGS, strict=True))
+    for handle, (prompt, chosen) in enumerate(requests):
         batch.add(handle, prompt, **chosen)
     batch.run()
-    for handle, (prompt, chosen) in enumerate(zip(prompts(4, (6, 9, 2, 14, 7)), params, strict=True)):
+    assert (batch.core.idle_step().num_preemptions > 0) == is_preempted
+    for handle, (prompt, chosen) in enumerate(requests):
         alone = make_driver(tiny.config(max_num_seqs=1))
         alone.add(handle, prompt, **chosen)
         alone.run()
@@ -206,10 +233,13 @@ def test_figures_count_those_who_hold_seats_after_the_step(make_driver: MakeDriv
     for handle in range(5):  # four seats
         driver.add(handle, [1, 2], max_tokens=2)
     step = driver.step()
-    assert (step.num_running, step.num_waiting, step.num_blocks_used, step.num_blocks) == (4, 1, 16, 1024)
+    assert (step.num_running, step.num_waiting, step.num_blocks_used, step.num_blocks) == (4, 1, 4, 256)
     step = driver.step()
-    assert (step.num_running, step.num_waiting, step.num_blocks_used) == (0, 1, 0)
-    driver.run()
+    assert (step.num_running, step.num_waiting) == (0, 1)
+    assert driver.core.idle_step().num_blocks_used == 0  # they were freed once the record was out
+    driver.step()
+    step = driver.step()
+    assert (step.num_running, step.num_waiting, step.num_blocks_used) == (0, 0, 0)  # the last record says so
     assert driver.is_idle_and_empty()
 
 
@@ -220,7 +250,7 @@ def test_abort_frees_cache_and_seat_and_lets_a_waiting_one_in(make_driver: MakeD
     driver.step()
     driver.core.abort([1, 4, 999])  # one running, one waiting, one unknown
     figures = driver.core.idle_step()
-    assert (figures.num_running, figures.num_waiting, figures.num_blocks_used) == (3, 1, 3 * 31)
+    assert (figures.num_running, figures.num_waiting, figures.num_blocks_used) == (3, 1, 3)
     assert sorted(driver.step().handles.tolist()) == [0, 2, 3, 5]
     driver.run()
     assert len(driver.tokens[1]) == 1
@@ -228,14 +258,15 @@ def test_abort_frees_cache_and_seat_and_lets_a_waiting_one_in(make_driver: MakeD
     assert driver.is_idle_and_empty()
 
 
-def test_a_full_cache_makes_requests_wait_and_never_fail(make_driver: MakeDriver, fake_runner: Any) -> None:
-    fake_runner.num_slots = 64
-    driver = make_driver(runner=fake_runner)
+def test_a_full_cache_makes_requests_wait_and_never_fail(
+    make_driver: MakeDriver, make_hashing_runner: Any, hashed_tokens: Any
+) -> None:
+    driver = make_driver(runner=make_hashing_runner(num_blocks=17))  # 64 tokens
     for handle in range(4):
-        driver.add(handle, [1] * 10, max_tokens=20)  # 30 slots each: two at a time
-    assert driver.step().num_running == 2
+        driver.add(handle, [handle] * 10, max_tokens=20)
     driver.run()
-    assert [len(driver.tokens[handle]) for handle in range(4)] == [20] * 4
+    assert driver.core.idle_step().num_preemptions > 0
+    assert driver.tokens == {handle: hashed_tokens([handle] * 10, 20) for handle in range(4)}
     assert driver.is_idle_and_empty()
 
 
@@ -318,30 +349,64 @@ def test_a_live_handle_is_refused_a_second_time(make_driver: MakeDriver, fake_ru
     assert len(driver.tokens[5]) == 16
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_random_adds_aborts_and_steps_leave_nothing_behind(
-    seed: int, make_driver: MakeDriver, fake_runner: Any
-) -> None:
-    rng = random.Random(seed)
-    fake_runner.num_slots = 100
+def test_first_rows_tell_of_cached_tokens_and_preemptions(make_driver: MakeDriver, make_hashing_runner: Any) -> None:
+    driver = make_driver(runner=make_hashing_runner(num_blocks=17))
+    prompt = list(range(20))
+    driver.add(1, prompt)
+    driver.step()
+    driver.add(2, [*prompt, 1, 2])
+    step = driver.step()
+    assert step.first is not None
+    row = step.handles.tolist().index(2)
+    assert step.first.num_cached_tokens.tolist()[row] == 20
+    assert step.first.num_cached_tokens.tolist()[1 - row] == 0
+    assert step.first.num_preemptions.tolist() == [0, 0]
+
+
+def test_bookkeeping_costs_are_counted_by_phase(make_driver: MakeDriver, fake_runner: Any) -> None:
     driver = make_driver(runner=fake_runner)
-    aborted: set[int] = set()
-    wanted: dict[int, int] = {}
-    for handle in range(400):
-        action = rng.random()
-        if action < 0.4:
-            wanted[handle] = rng.randint(1, 12)
-            params = rng.choice([{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.6, "num_logprobs": 2}])
-            driver.add(handle, [rng.randrange(32)] * rng.randint(1, 30), max_tokens=wanted[handle], **params)
-        elif action < 0.5 and wanted:
-            chosen = rng.sample(sorted(wanted), min(3, len(wanted)))
-            aborted |= set(chosen) - set(driver.finishes)
-            driver.core.abort(chosen)
-        else:
-            driver.step()
+    driver.add(1, [1], max_tokens=5)
+    before = driver.core.costs
     driver.run()
+    costs = driver.core.costs
+    assert (before.num_steps, costs.num_steps) == (0, 5)
+    phases = (costs.schedule_ns, costs.pack_ns, costs.commit_ns, costs.publish_ns)
+    assert min(phases) > 0
+    assert costs.bookkeeping_ns == sum(phases)
+    assert min(costs.forward_ns, costs.sample_ns, costs.settle_ns) > 0
+
+
+def test_a_step_that_only_begins_a_prompt_has_no_rows(make_driver: MakeDriver, make_hashing_runner: Any) -> None:
+    config = EngineConfig(model="none", max_num_seqs=4, max_num_batched_tokens=8)
+    driver = make_driver(config, make_hashing_runner())
+    driver.add(1, [1] * 20)
+    sizes = [len(driver.step().handles) for _ in range(3)]
+    assert sizes == [0, 0, 1]
+
+
+def test_forks_get_what_each_would_get_alone(make_driver: MakeDriver, make_hashing_runner: Any) -> None:
+    prompt, sampling = list(range(10)), {"temperature": 1.0, "max_tokens": 12}
+    together = make_driver(runner=make_hashing_runner())
+    together.add(0, prompt, seed=40, forks=tuple(Fork(n, 40 + n) for n in (1, 2, 3)), **sampling)
+    together.run()
+    assert together.core.costs.num_steps == 12  # one prefill, then all at once
+    for handle in range(4):
+        alone = make_driver(runner=make_hashing_runner())
+        alone.add(handle, prompt, seed=40 + handle, **sampling)
+        alone.run()
+        assert together.tokens[handle] == alone.tokens[handle]
+    assert len({tuple(tokens) for tokens in together.tokens.values()}) == 4
+    assert together.is_idle_and_empty()
+
+
+def test_a_failed_forward_ends_the_forks_that_wait_for_their_prompt_too(
+    make_driver: MakeDriver, make_hashing_runner: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = make_hashing_runner()
+    driver = make_driver(EngineConfig(model="none", max_num_batched_tokens=4), runner)
+    driver.add(1, [1] * 10, forks=(Fork(2, 1),))
+    driver.step()
+    runner.raises = RuntimeError("device lost")
+    driver.step()
+    assert sorted(driver.failures) == [1, 2]
     assert driver.is_idle_and_empty()
-    assert driver.failures == {}
-    for handle, num_tokens in wanted.items():
-        got = len(driver.tokens.get(handle, []))
-        assert got < num_tokens if handle in aborted else got == num_tokens

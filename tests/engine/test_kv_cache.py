@@ -1,35 +1,61 @@
+from typing import Any
+
 import pytest
 import torch
 
-from engine.errors import EngineConfigError
-from engine.kv_cache import KVCache, LayerShape, choose_num_slots
+from engine import kv_cache
+from engine.errors import EngineConfigError, NotEnoughMemoryError
+from engine.kv_cache import KVCache, LayerShape, choose_num_blocks
 
 CPU = torch.device("cpu")
+SHAPES = {0: LayerShape(2, 4, 4, torch.float32), 1: LayerShape(1, 3, 5, torch.bfloat16)}
+SIZES: dict[str, Any] = {"block_size": 8, "token_bytes": 1024, "max_model_len": 100, "max_num_seqs": 4, "device": CPU}
 
 
-def test_gather_returns_what_was_written_by_layer_and_slot() -> None:
-    shapes = {0: LayerShape((2, 4), (2, 4), torch.float32), 1: LayerShape((1, 3), (1, 5), torch.float16)}
-    cache = KVCache(shapes, 6, CPU)
-    for layer, shape in shapes.items():
-        keys = torch.randn(3, *shape.key).to(shape.dtype)
-        values = torch.randn(3, *shape.value).to(shape.dtype)
-        cache.write(layer, torch.tensor([5, 1, 6]), keys, values)
-        got_keys, got_values = cache.gather(layer, torch.tensor([[6, 5], [1, 0]]))
-        assert got_keys.shape == (2, shape.key[0], 2, shape.key[1])
-        assert got_values.shape == (2, shape.value[0], 2, shape.value[1])
-        assert torch.equal(got_keys[0, :, 0], keys[2])
-        assert torch.equal(got_values[0, :, 1], values[0])
-        assert torch.equal(got_keys[1, :, 0], keys[1])
-        assert not got_keys[1, :, 1].any()  # padding is finite
+@pytest.mark.parametrize("layer", SHAPES)
+def test_gather_returns_what_was_written_by_layer_and_block(layer: int) -> None:
+    shape = SHAPES[layer]
+    cache = KVCache(SHAPES, 6, 2, CPU)
+    keys = torch.randn(3, shape.num_kv_heads, shape.key_dim).to(shape.dtype)
+    values = torch.randn(3, shape.num_kv_heads, shape.value_dim).to(shape.dtype)
+    cache.write(layer, torch.tensor([10, 11, 4]), keys, values)
+    found_keys, found_values = cache.gather(layer, torch.tensor([[5, 2], [2, 0]], dtype=torch.int32))
+    assert found_keys.shape == (shape.num_kv_heads, 2, 4, shape.key_dim)
+    assert found_values.shape == (shape.num_kv_heads, 2, 4, shape.value_dim)
+    for row, position, token in ((0, 0, 0), (0, 1, 1), (0, 2, 2), (1, 0, 2)):
+        assert torch.equal(found_keys[:, row, position], keys[token])
+        assert torch.equal(found_values[:, row, position], values[token])
+    assert not found_keys[:, 1, 1:].any()  # what nobody wrote is finite
 
 
-def test_the_cache_is_never_larger_than_all_seats_can_use() -> None:
-    settings = {"token_bytes": 1024, "max_model_len": 100, "max_num_seqs": 4, "device": CPU}
-    assert choose_num_slots(None, **settings) == 400  # type: ignore[arg-type]
-    assert choose_num_slots(150, **settings) == 150  # type: ignore[arg-type]
+def test_copied_blocks_are_the_same_in_every_layer() -> None:
+    cache = KVCache(SHAPES, 6, 2, CPU)
+    for layer, shape in SHAPES.items():
+        keys = torch.randn(2, shape.num_kv_heads, shape.key_dim).to(shape.dtype)
+        cache.write(
+            layer, torch.tensor([6, 7]), keys, torch.randn(2, shape.num_kv_heads, shape.value_dim).to(shape.dtype)
+        )
+    cache.copy_blocks([(3, 1), (3, 5)])
+    for layer in SHAPES:
+        for tensor in cache.gather(layer, torch.tensor([[3], [1], [5]])):
+            assert tensor[:, 0].any()
+            assert torch.equal(tensor[:, 0], tensor[:, 1])
+            assert torch.equal(tensor[:, 0], tensor[:, 2])
 
 
-@pytest.mark.parametrize(("wanted", "token_bytes"), [(99, 1), (None, 2**40)])
-def test_a_cache_that_cannot_hold_one_full_request_is_refused(wanted: int | None, token_bytes: int) -> None:
-    with pytest.raises(EngineConfigError, match="lower max_model_len, or raise kv_cache_tokens"):
-        choose_num_slots(wanted, token_bytes=token_bytes, max_model_len=100, max_num_seqs=4, device=CPU)
+def test_the_cache_is_never_larger_than_all_seats_can_use_and_has_a_block_for_padding() -> None:
+    assert choose_num_blocks(None, **SIZES) == 1 + 4 * 13
+    assert choose_num_blocks(150, **SIZES) == 1 + 19
+
+
+def test_a_wanted_size_without_room_for_one_full_request_is_refused() -> None:
+    with pytest.raises(EngineConfigError, match=r"kv_cache_tokens is 96, one request may have 100 \(max_model_len\)"):
+        choose_num_blocks(96, **SIZES)
+
+
+def test_too_little_memory_names_what_is_needed_and_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "free_bytes", lambda _device: 6 * 2**20)
+    with pytest.raises(
+        NotEnoughMemoryError, match=r"needs 98 MiB .* half of the free memory is 3 MiB: lower max_model"
+    ):
+        choose_num_blocks(None, **SIZES | {"token_bytes": 2**20, "max_model_len": 98})

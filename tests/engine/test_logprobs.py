@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from engine.logprobs import PromptLogprobs
 from engine.request import Request
 from engine.sampler import sample
 from shm_transport.messages import AddRequest
+from shm_transport.records import DataContent
 
 
 def _request(num_logprobs: int, **params: Any) -> Request:
@@ -61,3 +63,51 @@ def test_logprobs_are_those_of_the_unmasked_logits(logits: torch.Tensor) -> None
     assert samples.logprobs.token_ids.tolist() == [samples.token_ids[0], best]
     assert samples.logprobs.sampled_ranks.tolist() == [2]
     np.testing.assert_allclose(samples.logprobs.logprobs[1], expected[0, best], rtol=1e-5)
+
+
+def _prompt_logprobs(
+    logits: torch.Tensor, prompt: np.ndarray[Any, Any], num_top: int, cuts: list[int]
+) -> PromptLogprobs:
+    add = AddRequest(handle=1, prompt_token_ids=prompt, max_tokens=9, num_prompt_logprobs=num_top)
+    found = PromptLogprobs(add)
+    for start, end in zip([0, *cuts], [*cuts, len(prompt) - 1], strict=True):
+        assert not found.is_complete
+        found.extend(logits[start:end])
+    assert found.is_complete
+    return found
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [3, 4, 100, 180], [64, 128]])
+@pytest.mark.parametrize("num_top", [0, 1, 5])
+def test_prompt_logprobs_are_those_of_a_log_softmax_however_the_prompt_is_cut(cuts: list[int], num_top: int) -> None:
+    prompt = np.random.default_rng(2).integers(0, 60, 200).astype(np.int32)
+    logits = torch.randn(199, 60, generator=torch.Generator().manual_seed(2)) * 3
+    found = _prompt_logprobs(logits, prompt, num_top, cuts)
+    expected = logits.double().log_softmax(1)
+    order = expected.argsort(dim=1, descending=True)
+    own = torch.from_numpy(prompt[1:].astype(np.int64))
+    assert found.token_ids[:, 0].tolist() == prompt[1:].tolist()
+    assert found.token_ids[:, 1:].tolist() == order[:, :num_top].tolist()
+    assert found.ranks.tolist() == ((order == own[:, None]).nonzero()[:, 1] + 1).tolist()
+    picked = expected.gather(1, torch.from_numpy(found.token_ids.astype(np.int64)))
+    np.testing.assert_allclose(found.logprobs, picked.numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_prompt_of_one_token_has_no_logprobs() -> None:
+    found = PromptLogprobs(
+        AddRequest(handle=1, prompt_token_ids=np.ones(1, np.int32), max_tokens=9, num_prompt_logprobs=2)
+    )
+    assert found.is_complete
+    assert found.token_ids.shape == (0, 3)
+
+
+def test_prompt_logprobs_travel_as_three_arrays() -> None:
+    prompt = np.arange(4, dtype=np.int32)
+    found = _prompt_logprobs(torch.zeros(3, 60), prompt, 2, [])
+    messages = found.messages(7)
+    assert [message.content for message in messages] == [
+        DataContent.PROMPT_TOKEN_IDS, DataContent.PROMPT_LOGPROBS, DataContent.PROMPT_RANKS
+    ]  # fmt: skip
+    assert [message.array.shape for message in messages] == [(3, 3), (3, 3), (3,)]
+    assert [str(message.array.dtype) for message in messages] == ["int32", "float32", "int32"]
+    assert {message.handle for message in messages} == {7}

@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from engine.request import Request
 from engine.sampler import Filters, sample, scale_, shortlists
-from shm_transport.messages import AddRequest
+from shm_transport.messages import AddRequest, Fork
 
 CPU = torch.device("cpu")
 
@@ -105,6 +106,36 @@ def test_draws_follow_the_filtered_distribution(params: dict[str, float], size: 
     assert chi_square < freedom + 4 * np.sqrt(2 * freedom)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.sampled_from([30, 500]),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3]),
+    top_k=st.sampled_from([0, 1, 7, 200]),
+    top_p=st.sampled_from([0.2, 0.9, 1.0]),
+)
+def test_candidates_and_their_weights_are_those_of_transformers_warpers(
+    seed: int, size: int, temperature: float, min_p: float, top_k: int, top_p: float
+) -> None:
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 2
+    expected = TemperatureLogitsWarper(temperature)(None, logits[None].clone())
+    warpers = [
+        (min_p > 0, MinPLogitsWarper, min_p),
+        (top_k > 0, TopKLogitsWarper, top_k),
+        (top_p < 1, TopPLogitsWarper, top_p),
+    ]
+    for is_on, warper, value in warpers:
+        expected = warper(value)(None, expected) if is_on else expected
+    params = request(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p).params
+    filters = Filters.of([params], size, CPU)
+    got = torch.zeros(size, dtype=torch.float64)
+    for rows, token_ids, weights in shortlists(scale_(logits.clone()[None], filters), filters):
+        if len(rows):
+            got[token_ids[0]] = weights[0]
+    torch.testing.assert_close(got / got.sum(), expected[0].double().softmax(0), atol=1e-6, rtol=1e-4)
+
+
 def test_successive_output_indexes_of_one_request_draw_anew() -> None:
     logits = torch.zeros(200, 4)
     requests = [request(index, temperature=1.0, seed=5) for index in range(200)]
@@ -126,6 +157,79 @@ def test_a_draw_does_not_depend_on_batch_mates() -> None:
     together = sample(logits.clone(), [request(row, seed=row, **p) for row, p in enumerate(params)]).token_ids
     for row, p in enumerate(params):
         assert sample(logits[row : row + 1].clone(), [request(row, seed=row, **p)]).token_ids[0] == together[row]
+
+
+RULES: list[dict[str, Any]] = [
+    {"temperature": 0.0, "repetition_penalty": 1.7},
+    {"temperature": 1.0, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+    {"temperature": 0.0, "logit_bias": ((4, 9.0), (5, -9.0))},
+    {"temperature": 1.0, "allowed_token_ids": (3, 4, 5, 900), "top_k": 3},
+    {"temperature": 2.0, "bad_token_ids": tuple(range(500)), "top_p": 0.9},
+    {"temperature": 1.0, "min_tokens": 9, "eos_token_id": 3, "stop_token_ids": (8,), "min_p": 0.1},
+    {"temperature": 1.0, "num_logprobs": 3, "logit_bias": ((7, 3.0),), "repetition_penalty": 0.5},
+]
+
+
+@pytest.mark.parametrize("params", RULES)
+def test_a_feature_and_mates_without_it_do_not_touch_each_other(params: dict[str, Any]) -> None:
+    logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(6))
+    mates = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        params,
+        {"temperature": 0.7, "top_p": 0.8},
+        {"temperature": 0.0},
+    ]
+    together = sample(logits.clone(), [request(3, seed=row, **own) for row, own in enumerate(mates)])
+    for row, own in enumerate(mates):
+        alone = sample(logits[row : row + 1].clone(), [request(3, seed=row, **own)])
+        assert alone.token_ids[0] == together.token_ids[row]
+        if alone.logprobs is not None:
+            assert together.logprobs is not None
+            np.testing.assert_array_equal(alone.logprobs.token_ids, together.logprobs.token_ids)
+            np.testing.assert_allclose(alone.logprobs.logprobs, together.logprobs.logprobs, rtol=1e-6)
+
+
+def test_draws_follow_the_distribution_that_rules_leave() -> None:
+    logits = np.random.default_rng(8).standard_normal(30).astype(np.float32)
+    biased = logits.astype(np.float64)
+    biased[2] += 2.0
+    biased[0] = -np.inf
+    expected = softmax(biased)
+    count = 4000
+    counts = draws(logits, count, logit_bias=((2, 2.0),), bad_token_ids=(0,))
+    assert counts[0] == 0
+    observed = np.array([counts[token_id] for token_id in range(30)])
+    common = expected * count >= 5
+    chi_square = ((observed - expected * count)[common] ** 2 / (expected * count)[common]).sum()
+    freedom = common.sum() - 1
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}])
+def test_a_row_that_is_not_finite_fails_alone(value: float, params: dict[str, float]) -> None:
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(4))
+    requests = [request(handle=row, seed=row, **params) for row in range(3)]
+    expected = sample(logits.clone(), requests).token_ids
+    logits[1, 77] = value
+    samples = sample(logits, requests)
+    assert samples.token_ids.tolist() == expected[[0, 2]].tolist()
+    assert list(samples.failures) == [1]
+    assert "not finite" in samples.failures[1]
+
+
+def test_forks_draw_by_their_own_seeds() -> None:
+    add = AddRequest(
+        handle=0, prompt_token_ids=np.ones(1, np.int32), max_tokens=9, seed=10,
+        forks=tuple(Fork(handle, 10 + handle) for handle in range(1, 9)),
+    )  # fmt: skip
+    first = Request(add, queued_ns=0)
+    row = torch.randn(1, 500, generator=torch.Generator().manual_seed(3))
+    together = sample(row.repeat(9, 1), [first, *first.forks]).token_ids
+    alone = [sample(row.clone(), [request(seed=seed)]).token_ids[0] for seed in range(10, 19)]
+    assert together.tolist() == alone
+    assert len(set(alone)) > 5
 
 
 @pytest.mark.parametrize("number", [0.0, 0.5, 1.0 - 2.0**-53])

@@ -28,7 +28,8 @@ from server.output_processor import CHUNK_ROWS, OutputProcessor
 from server.outputs import OutputKind, RequestOutput
 from server.sampling_params import SamplingParams
 from shm_transport.config import RingConfig
-from shm_transport.records import RecordKind
+from shm_transport.messages import Data
+from shm_transport.records import DataContent, RecordKind
 from shm_transport.ring import RecordHeader
 from shm_transport.step_ring import Message, StepRecord
 
@@ -243,36 +244,49 @@ async def test_cancelling_the_consumer_aborts_in_the_engine(start: Starter, kind
 
 
 @pytest.mark.parametrize("is_sent", [True, False])
-@pytest.mark.parametrize("failing", [0, 1, 2])
-async def test_a_failed_send_aborts_the_children_before_it(
-    start: Starter, monkeypatch: pytest.MonkeyPatch, failing: int, is_sent: bool
+async def test_a_request_whose_send_failed_is_aborted_whole(
+    start: Starter, monkeypatch: pytest.MonkeyPatch, is_sent: bool
 ) -> None:
     llm = start(**SLOW)
     outbox = start.engines[0].outbox
     add, abort, added, aborted = outbox.add, outbox.abort, [], []
 
-    def add_or_fail(message: Any) -> None:
-        if len(added) == failing:
-            raise RuntimeError("the send failed")
-        assert llm.num_live == 3  # all are registered before the first is sent
-        added.append(message.handle)
-        add(message)
+    def add_and_fail(message: Any) -> None:
+        assert llm.num_live == 3  # all are registered before they are sent
+        added.extend((message.handle, *(fork.handle for fork in message.forks)))
         if is_sent:
+            add(message)
             outbox.flush()
+        raise RuntimeError("the send failed")
 
     def note_abort(handles: list[int]) -> None:
         aborted.extend(handles)
         abort(handles)
 
-    monkeypatch.setattr(outbox, "add", add_or_fail)
+    monkeypatch.setattr(outbox, "add", add_and_fail)
     monkeypatch.setattr(outbox, "abort", note_abort)
     with pytest.raises(RuntimeError, match="the send failed"):
         await outputs_of(llm, request(n=3, **ENDLESS))
     assert llm.num_live == 0
-    assert set(added) <= set(aborted)
+    assert len(added) == 3
+    assert set(added) == set(aborted)
     monkeypatch.undo()
     assert (await outputs_of(llm, request("next")))[-1].finished
     await until(lambda: is_idle(llm) and outbox.is_empty)
+
+
+async def test_the_n_sequences_of_a_prompt_are_one_message_with_seeds_in_a_row(
+    start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = start()
+    added = []
+    monkeypatch.setattr(start.engines[0].outbox, "add", added.append)
+    llm.release(llm.submit(await llm.input_processor.process(request(n=3, seed=2**63 - 2))))
+    (message,) = added
+    handles = [message.handle, *(fork.handle for fork in message.forks)]
+    seeds = [message.seed, *(fork.seed for fork in message.forks)]
+    assert len(set(handles)) == 3
+    assert seeds == [2**63 - 2, 2**63 - 1, 2**63]
 
 
 class BrokenDetokenizer:
@@ -321,6 +335,19 @@ async def test_the_siblings_of_a_sequence_that_failed_leave_the_engine(start: St
     assert str(error) == "it failed"
     assert llm.num_live == 0
     await until(lambda: llm.load.num_running == 1)  # the one that the engine says it has dropped itself
+
+
+async def test_data_of_the_engine_is_kept_with_its_request_and_dropped_once_that_is_gone(start: Starter) -> None:
+    llm = start(**SLOW)
+    collector = llm.submit(await llm.input_processor.process(request(**ENDLESS)))
+    (handle,) = [state.handle for state in llm._pipe.outputs._states if state is not None]
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    body = Data(handle=handle, content=DataContent.PROMPT_LOGPROBS, array=array).encode()
+    _take_message(llm._pipe, Message(RecordKind.DATA, body))
+    np.testing.assert_array_equal(collector.arrays[DataContent.PROMPT_LOGPROBS], array)
+    llm.release(collector)
+    _take_message(llm._pipe, Message(RecordKind.DATA, body))
+    assert llm.is_running
 
 
 async def test_a_killed_engine_is_told_to_everyone(start: Starter) -> None:

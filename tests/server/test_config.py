@@ -41,11 +41,21 @@ def test_the_defaults_are_safe() -> None:
 
 def test_a_model_engine_is_told_the_directory_and_the_limits_that_were_given() -> None:
     plain = ServeConfig().engine_config(TOKENIZER)
-    assert plain == {"model": {"model": "/models/a", "dtype": "auto", "device": "auto"}, "step_log": None}
-    config = ServeConfig(dtype="float32", device="cpu", max_model_len=100, max_num_seqs=3, step_log="/tmp/log")
+    choices = {"dtype": "auto", "device": "auto", "quantization": "auto", "runner": "auto", "deterministic": False}
+    assert plain == {"model": {"model": "/models/a", **choices}, "step_log": None}
+    config = ServeConfig(
+        dtype="float32",
+        device="cpu",
+        max_model_len=100,
+        max_num_seqs=3,
+        step_log="/tmp/log",
+        num_threads=2,
+        block_size=16,
+    )
     assert config.engine_config(TOKENIZER) == {
         "model": {
-            "model": "/models/a", "dtype": "float32", "device": "cpu", "max_model_len": 100, "max_num_seqs": 3,
+            "model": "/models/a", **choices, "dtype": "float32", "device": "cpu", "max_model_len": 100,
+            "max_num_seqs": 3, "num_threads": 2, "block_size": 16,
         },
         "step_log": "/tmp/log",
     }  # fmt: skip

@@ -12,6 +12,7 @@ from server.errors import RequestError
 from server.input_processor import GenerateRequest, InputProcessor, ProcessedRequest
 from server.model_info import ModelInfo
 from server.sampling_params import SamplingParams
+from shm_transport.messages import Fork
 
 VOCAB = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "longest": 4, "[UNK]": 5}
 
@@ -110,12 +111,17 @@ async def test_stop_strings_are_told_once(model: ModelInfo) -> None:
 
 async def test_the_engine_is_told_every_parameter(model: ModelInfo) -> None:
     options = {"temperature": 0.5, "top_p": 0.25, "top_k": 3, "min_p": 0.125, "min_tokens": 2, "max_tokens": 4}
-    request = (await process(model, "a b", **options, stop_token_ids=(9,))).engine_request(handle=77, seed=5)
+    request = (await process(model, "a b", **options, stop_token_ids=(9,), seed=5)).engine_request([77])
     assert {name: getattr(request, name) for name in options} == options
     assert (request.handle, request.seed, request.prompt_token_ids.tolist()) == (77, 5, [0, 2, 3])
-    assert (request.eos_token_id, request.stop_token_ids) == (1, (9, 7, 8))
-    off = (await process(model, top_k=-1)).engine_request(handle=1, seed=1)
+    assert (request.eos_token_id, request.stop_token_ids, request.forks) == (1, (9, 7, 8), ())
+    off = (await process(model, top_k=-1)).engine_request([1])
     assert off.top_k == 0
+
+
+async def test_the_n_sequences_are_forks_of_the_first_with_seeds_in_a_row(model: ModelInfo) -> None:
+    request = (await process(model, "a b", n=3, seed=5)).engine_request([77, 78, 90])
+    assert (request.handle, request.seed, request.forks) == (77, 5, (Fork(78, 6), Fork(90, 7)))
 
 
 async def test_long_texts_are_tokenized_and_rendered_off_the_loop(

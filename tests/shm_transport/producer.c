@@ -11,7 +11,7 @@
 #include <sys/stat.h>
 #include <time.h>
 
-enum { HEADER_BYTES = 4096, RECORD_BYTES = 128, LINE_BYTES = 64, ADD_BYTES = 72 };
+enum { HEADER_BYTES = 4096, RECORD_BYTES = 128, LINE_BYTES = 64, ADD_BYTES = 128 };
 enum { STEP = 1, ATTACHED = 2, ADD = 16, ANY_FINISHED = 2, STOP = 1 };
 
 typedef struct {
@@ -39,7 +39,7 @@ static ring_t attach(const char *name, uint32_t kind, uint64_t epoch) {
     if (ring.memory == MAP_FAILED) DIE("cannot map %s\n", name);
     memcpy(&magic, "ringsrv", 8);
     expect("magic", GET(uint64_t, ring.memory), magic);
-    expect("version", GET(uint32_t, ring.memory + 8), 1);
+    expect("version", GET(uint32_t, ring.memory + 8), 2);
     expect("ring", GET(uint32_t, ring.memory + 12), kind);
     expect("file size", file.st_size, GET(uint64_t, ring.memory + 24));
     expect("epoch", GET(uint64_t, ring.memory + 32), epoch);
@@ -89,7 +89,8 @@ int main(int argc, char **argv) {
     expect("kind", GET(uint16_t, slot + 8), ADD);
     expect("flags", GET(uint16_t, slot + 10), 0);
     uint64_t handle = GET(uint64_t, body);
-    int32_t length = GET(uint32_t, body + 60), *prompt = (int32_t *)(body + ADD_BYTES);
+    expect("forks", GET(uint32_t, body + 96), 0);
+    int32_t length = GET(uint32_t, body + 100), *prompt = (int32_t *)(body + ADD_BYTES);
     if (length < 1) DIE("a prompt of %d tokens\n", length);
     int32_t tokens[] = {length, prompt[0], prompt[length - 1]};
     sem_post(requests.free);

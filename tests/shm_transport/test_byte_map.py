@@ -9,7 +9,15 @@ import pytest
 
 from shm_transport.config import RingConfig
 from shm_transport.layout import step_columns
-from shm_transport.records import ADD_FIELDS, RECORD_HEADER, SEGMENT_HEADER, FinishReason, RecordFlag, RecordKind
+from shm_transport.records import (
+    ADD_FIELDS,
+    DATA_FIELDS,
+    RECORD_HEADER,
+    SEGMENT_HEADER,
+    FinishReason,
+    RecordFlag,
+    RecordKind,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "ARCHITECTURE.md"
 
@@ -33,7 +41,12 @@ def short(dtype: np.dtype | str) -> str:
 
 @pytest.mark.parametrize(
     ("title", "dtype"),
-    [("SEGMENT_HEADER", SEGMENT_HEADER), ("RECORD_HEADER", RECORD_HEADER), ("ADD_FIELDS", ADD_FIELDS)],
+    [
+        ("SEGMENT_HEADER", SEGMENT_HEADER),
+        ("RECORD_HEADER", RECORD_HEADER),
+        ("ADD_FIELDS", ADD_FIELDS),
+        ("DATA_FIELDS", DATA_FIELDS),
+    ],
 )
 def test_the_tables_have_every_field_of_the_dtypes(byte_map: str, title: str, dtype: np.dtype) -> None:
     fields = [(str(dtype.fields[name][1]), short(dtype.fields[name][0]), name) for name in dtype.names]
@@ -57,5 +70,5 @@ def test_the_lists_have_every_value_of_the_enums(byte_map: str, title: str, valu
 
 
 def test_every_number_is_little_endian() -> None:
-    for dtype in (SEGMENT_HEADER, RECORD_HEADER, ADD_FIELDS):
+    for dtype in (SEGMENT_HEADER, RECORD_HEADER, ADD_FIELDS, DATA_FIELDS):
         assert all(field[0].str[0] in "<|" for field in dtype.fields.values())

@@ -1,10 +1,11 @@
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from shm_transport.errors import RecordError
-from shm_transport.messages import AddRequest
+from shm_transport.messages import AddRequest, Fork
 from shm_transport.request_ring import Abort, Call, Inbox, Outbox
 from shm_transport.ring import HEADER
 from shm_transport.segment import Segment
@@ -102,3 +103,27 @@ def test_a_damaged_record_is_an_error(request_segment: Segment, field: int, valu
     HEADER.pack_into(request_segment.slot(0), 0, *fields)
     with pytest.raises(RecordError, match=message):
         inbox.drain()
+
+
+def test_an_abort_of_some_of_an_unsent_adds_handles_follows_it_and_spares_the_others(request_segment: Segment) -> None:
+    outbox, inbox = Outbox(request_segment), Inbox(request_segment)
+    outbox.add(replace(request(1), forks=(Fork(2, 0), Fork(3, 0))))
+    outbox.abort([1])
+    outbox.abort([3])
+    outbox.flush()
+    assert kinds(inbox.drain()) == [("AddRequest", 1), ("Abort", [1, 3])]
+    outbox.abort([2])
+    outbox.flush()
+    assert kinds(inbox.drain()) == [("Abort", [2])]
+
+
+def test_an_abort_of_all_of_an_unsent_adds_handles_drops_it(request_segment: Segment) -> None:
+    outbox, inbox = Outbox(request_segment), Inbox(request_segment)
+    outbox.add(replace(request(1), forks=(Fork(2, 0),)))
+    outbox.add(request(5))
+    outbox.abort([2])
+    outbox.abort([1])
+    outbox.flush()
+    got = kinds(inbox.drain())
+    assert ("AddRequest", 1) not in got
+    assert ("AddRequest", 5) in got

@@ -1,0 +1,163 @@
+"""The ways to generate that `benchmarks.engine` compares: the engine's own step loop, and transformers'.
+
+All are greedy, on the same prompts, with the same number of threads; a sample is the time of one decode step.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.step_costs import StepCosts
+from shm_transport import segment
+from shm_transport.config import RingConfig
+from shm_transport.messages import AddRequest
+from shm_transport.step import Step
+from shm_transport.step_ring import StepReader, StepWriter
+
+PROMPT_TOKENS = 128
+MAX_MODEL_LEN = 2048
+_LOW, _HIGH = 1000, 40_000  # token ids of the made-up prompts: no special ones
+
+Prompts = Sequence[NDArray[np.int32]]
+
+
+def make_prompts(rng: np.random.Generator, count: int, num_tokens: int) -> Prompts:
+    """Return random prompts, which share no prefix."""
+    return list(rng.integers(_LOW, _HIGH, (count, num_tokens)).astype(np.int32))
+
+
+class GenerationPath(Protocol):
+    """One way to generate."""
+
+    def decode_steps_ms(self, prompts: Prompts, num_steps: int) -> list[float]:
+        """Generate `num_steps` tokens for each prompt at once, after its first; return the time of each step."""
+
+    def first_token_ms(self, prompt: NDArray[np.int32]) -> float:
+        """Return the time from a prompt to its first token."""
+
+
+class EnginePath:
+    """EngineCore stepped as engine/loop.py does it, publishing into a real ring that is emptied between the steps."""
+
+    def __init__(self, model: str, num_threads: int, **settings: Any) -> None:
+        config = EngineConfig(
+            model=model, device="cpu", num_threads=num_threads, max_model_len=MAX_MODEL_LEN,
+            kv_cache_tokens=64 * 1024, **settings,
+        )  # fmt: skip
+        self.core = EngineCore(config)
+        ring = segment.create(f"{segment.new_base_name()}-step", segment.step_header(RingConfig(), epoch=1))
+        ring.unlink()
+        self._writer, self._reader = StepWriter(ring, on_full=lambda: None), StepReader(ring)
+        self._next_handle = 1
+
+    def add(self, prompt: NDArray[np.int32], max_tokens: int) -> int:
+        """Queue a request; return its handle."""
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        self.core.add(AddRequest(handle=handle, prompt_token_ids=prompt, max_tokens=max_tokens, temperature=0.0))
+        return handle
+
+    def step(self) -> tuple[Step, float]:
+        """Run one step with everything that belongs to it; return it and its time, ms."""
+        started = time.perf_counter()
+        step = self.core.step()
+        self._writer.publish(step)
+        self.core.after_step()
+        elapsed_ms = 1e3 * (time.perf_counter() - started)
+        if failures := self.core.take_failures():
+            raise failures[0]
+        if self._reader.consumer.try_wait():
+            self._reader.read()
+        return step, elapsed_ms
+
+    def finish(self) -> None:
+        """Step until nothing is left."""
+        while self.core.has_work:
+            self.step()
+
+    def decode_steps_ms(self, prompts: Prompts, num_steps: int) -> list[float]:
+        handles, times = self.start_decoding(prompts), []
+        for _ in range(num_steps):
+            step, elapsed_ms = self.step()
+            assert len(step.handles) == len(prompts)
+            times.append(elapsed_ms)
+        self.core.abort(handles)
+        return times
+
+    def start_decoding(self, prompts: Prompts) -> list[int]:
+        """Add requests that never end and run their prompts; return their handles once all decode."""
+        handles = [self.add(prompt, MAX_MODEL_LEN) for prompt in prompts]
+        while len(self.step()[0].handles) < len(handles):
+            pass
+        return handles
+
+    def first_token_ms(self, prompt: NDArray[np.int32]) -> float:
+        started = time.perf_counter()
+        self.add(prompt, 1)
+        self.finish()
+        return 1e3 * (time.perf_counter() - started)
+
+    def costs(self) -> StepCosts:
+        """Return what the steps have cost until now."""
+        return self.core.costs
+
+
+class GeneratePath:
+    """transformers' generate()."""
+
+    def __init__(self, model: str) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True).eval()
+
+    def decode_steps_ms(self, prompts: Prompts, num_steps: int) -> list[float]:
+        stamps: list[float] = []
+
+        def note(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            stamps.append(time.perf_counter())
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        self._generate(np.stack(prompts), num_steps + 1, [note])
+        return (1e3 * np.diff(stamps)).tolist()
+
+    def first_token_ms(self, prompt: NDArray[np.int32]) -> float:
+        started = time.perf_counter()
+        self._generate(prompt[None], 1, None)
+        return 1e3 * (time.perf_counter() - started)
+
+    @torch.inference_mode()
+    def _generate(self, prompts: NDArray[np.int32], num_tokens: int, criteria: list[Any] | None) -> None:
+        ids = torch.from_numpy(prompts.astype(np.int64))
+        self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, min_new_tokens=num_tokens,
+            do_sample=False, pad_token_id=0, stopping_criteria=criteria,
+        )  # fmt: skip
+
+
+class ContinuousBatchingPath:
+    """transformers' continuous batching, on the model of a GeneratePath's own copy: it changes its attention."""
+
+    def __init__(self, model: str) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True).eval()
+
+    def decode_steps_ms(self, prompts: Prompts, num_steps: int) -> list[float]:
+        answers = self._generate(prompts, num_steps + 1)
+        stamps = min((answer.timestamps for answer in answers.values()), key=lambda times: -times[0])
+        return (1e3 * np.diff(stamps)).tolist()
+
+    def first_token_ms(self, prompt: NDArray[np.int32]) -> float:
+        started = time.perf_counter()
+        self._generate([prompt], 1)
+        return 1e3 * (time.perf_counter() - started)
+
+    def _generate(self, prompts: Prompts, num_tokens: int) -> Any:
+        generation = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        batching = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=4096)
+        return self.model.generate_batch(
+            [prompt.tolist() for prompt in prompts], generation_config=generation, record_timestamps=True,
+            continuous_batching_config=batching, warmup=False,
+        )  # fmt: skip

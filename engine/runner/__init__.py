@@ -1,0 +1,131 @@
+"""The model runners: `make_runner` picks the one that runs a model.
+
+`fused` is the own forward for the Llama family, taken where it gives transformers' logits; `hf` runs any decoder whose
+attention goes through transformers' attention interface, and refuses the others. There is no slow fallback for those: a
+model that silently ran twenty times slower would be a worse surprise than one that is refused by name.
+"""
+
+import logging
+
+import torch
+
+from engine.adapters import Adapters, load_adapter
+from engine.check_cache import load_or_make
+from engine.checkpoint import Checkpoint, checkpoint_dtype, read_config, weight_files
+from engine.config import EngineConfig
+from engine.errors import UnsupportedModelError
+from engine.linear import LinearFactory
+from engine.runner.base import Runner
+from engine.runner.fused import FusedModel
+from engine.runner.llama_config import LlamaConfig, UnsuitedError, parse_llama_config
+from engine.runner.paged import PagedRunner
+from engine.runner.placement import choose_device, choose_max_model_len
+from engine.self_check import BLOCK_SIZE, NUM_BLOCKS, NUM_CHECKED, check, check_sequences
+
+__all__ = ["Runner", "make_runner"]
+
+logger = logging.getLogger(__name__)
+
+
+def make_runner(config: EngineConfig) -> Runner:
+    """Load the model.
+
+    Raises:
+        EngineError: If it cannot be loaded, does not fit, or fails the check against transformers' own forward.
+    """
+    torch.set_num_threads(config.resolve_num_threads())
+    device = choose_device(config.device)
+    runner = None if config.runner == "hf" else _try_fused(config, device)
+    runner = runner or _make_hf(config, device)
+    runner.make_cache_for(config)
+    return runner
+
+
+def _try_fused(config: EngineConfig, device: torch.device) -> PagedRunner | None:
+    """Return None where the model is for `hf`.
+
+    Raises:
+        EngineError: If the model is broken, or `fused` is asked for and does not do it.
+    """
+    try:
+        return _make_fused(config, device)
+    except UnsuitedError as exc:
+        if config.runner == "fused":
+            raise UnsupportedModelError(
+                f"runner is 'fused', which does not do {config.model} ({exc}): use 'auto'"
+            ) from exc
+        logger.info("%s is run by transformers' code: %s", config.model, exc)
+    except UnsupportedModelError as exc:
+        if config.runner == "fused":
+            raise
+        logger.warning("the fused runner gives wrong logits for this model, transformers' code runs it: %s", exc)
+    return None
+
+
+def _make_fused(config: EngineConfig, device: torch.device) -> PagedRunner:
+    raw = read_config(config.model)
+    llama = parse_llama_config(raw)
+    dtype = checkpoint_dtype(raw) if config.dtype == "auto" else getattr(torch, config.dtype)
+    if dtype is None:
+        raise UnsuitedError("its config names no dtype")
+    if not weight_files(config.model):
+        raise UnsuitedError("its weights are in no safetensors file")
+    max_model_len = choose_max_model_len(config.max_model_len, [llama.max_position_embeddings])
+    sequences = check_sequences(llama.vocab_size, max_model_len)
+    reference = load_or_make(config.model, dtype, sequences, lambda: _plain_logits(config, sequences))
+    model = _load_fused(config, llama, dtype, device)
+    runner = PagedRunner(model, max_model_len=max_model_len, device=device, is_deterministic=config.deterministic)
+    _check(runner, config, sequences, reference)
+    return runner
+
+
+def _load_fused(config: EngineConfig, llama: LlamaConfig, dtype: torch.dtype, device: torch.device) -> FusedModel:
+    checkpoint = Checkpoint(config.model, dtype=dtype, device=device)
+    factory = LinearFactory(dtype, device, config.quantization, is_deterministic=config.deterministic)
+    adapters = _load_adapters(config, dtype, device)
+    try:
+        model = FusedModel(llama, checkpoint, factory, adapters, dtype, device)
+        adapters.check_all_used()
+        return model
+    finally:
+        checkpoint.close()
+        logger.info("%d of %d linear layers are 4-bit for few rows", factory.num_int4, factory.num_made)
+
+
+def _load_adapters(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Adapters:
+    loaded = [load_adapter(name, path) for name, path in config.adapters.items()]
+    factory = LinearFactory(dtype, device, "none", is_deterministic=config.deterministic)
+    return Adapters(loaded, factory, dtype, device)
+
+
+def _make_hf(config: EngineConfig, device: torch.device) -> PagedRunner:
+    from engine.model_loader import context_limits, load_config, load_model  # transformers comes with these
+    from engine.runner.hf import HfModel
+
+    model_config = load_config(config.model)
+    max_model_len = choose_max_model_len(config.max_model_len, context_limits(model_config.get_text_config()))
+    loaded = load_model(config, model_config, device)
+    model = HfModel(loaded, _load_adapters(config, loaded.dtype, device), device)
+    sequences = check_sequences(model.vocab_size, max_model_len)
+    reference = torch.stack([model.plain_logits(tokens)[-NUM_CHECKED:] for tokens in sequences])
+    model.swap_linears(LinearFactory(model.dtype, device, config.quantization, is_deterministic=config.deterministic))
+    model.adapters.check_all_used()
+    runner = PagedRunner(model, max_model_len=max_model_len, device=device, is_deterministic=config.deterministic)
+    _check(runner, config, sequences, reference)
+    return runner
+
+
+def _check(runner: PagedRunner, config: EngineConfig, sequences: list[list[int]], reference: torch.Tensor) -> None:
+    # Forced int4 rounds as much as it has to, so it is the layers for more rows that are checked then.
+    copies = 4 if config.quantization == "int4" else 1
+    runner.make_cache(NUM_BLOCKS, BLOCK_SIZE)
+    check(runner, runner.model.architecture, sequences, reference.to(runner.device), copies=copies)
+
+
+def _plain_logits(config: EngineConfig, sequences: list[list[int]]) -> torch.Tensor:
+    """Run transformers' own model once, on the CPU: on any other device it might meet the engine's memory."""
+    from engine.model_loader import load_config, load_model
+    from engine.runner.hf import plain_logits
+
+    model = load_model(config, load_config(config.model), torch.device("cpu"))
+    return torch.stack([plain_logits(model, tokens)[-NUM_CHECKED:] for tokens in sequences])
