@@ -45,9 +45,9 @@ class Load:
 class _Pipe:
     """What the reader task shares with its AsyncLLM: the engine, the outputs, and the flush timer."""
 
-    def __init__(self, engine: EngineProcess, model: ModelInfo) -> None:
+    def __init__(self, engine: EngineProcess, model: ModelInfo, stream_interval: int) -> None:
         self.engine = engine
-        self.outputs = OutputProcessor(model.tokenizer, self.abort)
+        self.outputs = OutputProcessor(model.tokenizer, self.abort, stream_interval=stream_interval)
         self.load = Load()
         self.num_coalesced = 0
         self.hop_clock = HopClock()
@@ -117,12 +117,15 @@ class AsyncLLM(EngineClient):
         engine: A started engine process; AsyncLLM ends it with `shutdown`.
         model: What the front end knows of the model.
         max_num_queued_reqs: Live sequences beyond which a request is refused with OverloadedError.
+        stream_interval: Least number of tokens in a delta, but for the first and the last; a request may ask for more.
     """
 
-    def __init__(self, engine: EngineProcess, model: ModelInfo, *, max_num_queued_reqs: int = 2048) -> None:
+    def __init__(
+        self, engine: EngineProcess, model: ModelInfo, *, max_num_queued_reqs: int = 2048, stream_interval: int = 1
+    ) -> None:
         self.model = model
         self.input_processor = InputProcessor(model)
-        self._pipe = _Pipe(engine, model)
+        self._pipe = _Pipe(engine, model, stream_interval)
         self._max_num_queued_reqs = max_num_queued_reqs
         self._is_shut_down = False
         self._finalizer = weakref.finalize(self, self._pipe.close)

@@ -30,6 +30,7 @@ class ServeConfig:
     max_body_mb: int = _option(16, "largest request body, MiB", "MIB")
     drain_timeout: float = _option(30.0, "time that running streams may take to end after SIGTERM", "SECONDS")
     step_timeout: float = _option(60.0, "time after which a step in progress counts as stuck", "SECONDS")
+    stream_interval: int = _option(1, "least tokens in an event, but for the first and the last", "N")
     wait_strategy: str = _option("adaptive", "how the server waits for the next step", choices=STRATEGIES)
     keep_alive_on_engine_death: bool = _option(False, "stay up, answering 503, when the engine has died")
     engine: str = _option("model", "what generates", choices=("model", "synthetic"))
@@ -57,7 +58,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         """Raise StartupError for a value out of its range."""
         _at_least(self, 0, "port", "drain_timeout", "step_time_ms", "prefill_time_ms")
-        _at_least(self, 1, "max_num_queued_reqs", "max_body_mb", "tokens_per_step", "step_timeout")
+        _at_least(self, 1, "stream_interval", "max_num_queued_reqs", "max_body_mb", "tokens_per_step", "step_timeout")
         _at_least(self, 1, "max_model_len", "max_num_seqs", "num_threads", "kv_cache_tokens", "block_size")
         _at_least(self, 1, "max_num_batched_tokens")
         _at_least(self, -1, "fail_after")

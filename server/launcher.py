@@ -100,7 +100,9 @@ def serve(config: ServeConfig) -> int:
         try:
             limits = engine.limits
             model = model.with_limits(max_model_len=limits["max_model_len"], vocab_size=limits["vocab_size"])
-            llm = AsyncLLM(engine, model, max_num_queued_reqs=config.max_num_queued_reqs)
+            llm = AsyncLLM(
+                engine, model, max_num_queued_reqs=config.max_num_queued_reqs, stream_interval=config.stream_interval
+            )
             serving = _serving(config, llm, tokenizer.parent.name)
             banner = _banner(serving, listener, time.monotonic() - started_s)
             server = Server(_uvicorn_config(config, serving), llm, config, banner)

@@ -60,6 +60,7 @@ class _GenerationFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    stream_interval: int | None = None
     request_id: str | None = None
     best_of: Any = None
     echo: Any = None
@@ -107,7 +108,7 @@ class _GenerationFields(msgspec.Struct, kw_only=True):
         """
         names = (
             "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
-            "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+            "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "stream_interval",
         )  # fmt: skip
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

@@ -36,8 +36,8 @@ class RequestState:
     """One live sequence: its text so far, and where its output goes."""
 
     __slots__ = (
-        "_checker", "_detokenizer", "_is_deferred", "_kind", "_texts", "_token_ids", "_undecoded", "_write_delta",
-        "collector", "handle", "index", "is_live", "params",
+        "_checker", "_detokenizer", "_due_at", "_interval", "_is_deferred", "_kind", "_num_shown", "_texts",
+        "_token_ids", "_undecoded", "_write_delta", "collector", "handle", "index", "is_live", "params",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +47,7 @@ class RequestState:
         index: int,
         collector: RequestOutputCollector,
         detokenizer: Detokenizer,
+        stream_interval: int,
     ) -> None:
         params = request.params
         self.handle = handle
@@ -62,6 +63,9 @@ class RequestState:
         if params.stop:
             include, min_tokens = params.include_stop_str_in_output, params.min_tokens
             self._checker = StopStringChecker(params.stop, include_stop_str=include, min_tokens=min_tokens)
+        self._interval = max(params.stream_interval, stream_interval) if request.kind is OutputKind.DELTA else 1
+        self._due_at = 1  # tokens with which the next delta leaves
+        self._num_shown = 0  # tokens that have left in deltas
         self._is_deferred = request.kind is OutputKind.FINAL_ONLY and self._checker is None
         self._undecoded = array("i")
         self._write_delta: DeltaWriter | None = None
@@ -72,7 +76,9 @@ class RequestState:
             self._undecoded.append(token_id)
             return True
         write = self._write_delta
-        if write is None or self.collector.has_pending:
+        if write is None:
+            return self._try_defer(token_id)
+        if self.collector.has_pending:
             return False
         ready = self._detokenizer.ready(token_id)
         if ready is None or (self._checker is not None and not self._checker.ignores(ready[0])) or not write(ready[1]):
@@ -80,9 +86,16 @@ class RequestState:
         self._token_ids.append(token_id)
         return True
 
+    def _try_defer(self, token_id: int) -> bool:
+        """Put a token aside that is due later, with others; not where it could complete a stop string."""
+        if len(self._token_ids) + len(self._undecoded) + 1 >= self._due_at or self._checker is not None:
+            return False
+        self._undecoded.append(token_id)
+        return True
+
     def find_short_way(self) -> None:
         """Look whether the collector's consumer takes ready deltas by now."""
-        if self._write_delta is None and self._kind is OutputKind.DELTA:
+        if self._write_delta is None and self._kind is OutputKind.DELTA and self._interval == 1:
             self._write_delta = self.collector.delta_writer(self.index)
 
     def advance(self, token_ids: list[int], finish: int, stop_token_id: int) -> CompletionOutput | None:
@@ -130,6 +143,13 @@ class RequestState:
         self._token_ids.extend(token_ids)
         num_tokens = len(self._token_ids)
         if self._kind is OutputKind.DELTA:
+            if self._interval > 1:
+                self._texts.append(text)
+                if num_tokens < self._due_at and finish_reason is None:
+                    return None
+                text, self._texts = "".join(self._texts), []
+                token_ids, self._num_shown = self._token_ids[self._num_shown :].tolist(), num_tokens
+                self._due_at = num_tokens + self._interval
             return CompletionOutput(self.index, text, token_ids, finish_reason, stop_reason, num_tokens)
         self._texts.append(text)
         if self._kind is OutputKind.FINAL_ONLY and finish_reason is None:
@@ -146,10 +166,14 @@ class OutputProcessor:
     Args:
         tokenizer: Makes the detokenizers.
         abort_in_engine: Called with the handles of sequences that ended here while the engine still runs them.
+        stream_interval: Least number of tokens in a delta, but for the first and the last.
     """
 
-    def __init__(self, tokenizer: Tokenizer, abort_in_engine: Callable[[list[int]], None]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, abort_in_engine: Callable[[list[int]], None], *, stream_interval: int = 1
+    ) -> None:
         self._tokenizer = tokenizer
+        self._stream_interval = stream_interval
         self._abort_in_engine = abort_in_engine
         self._states: list[RequestState | None] = []
         self._generations: list[int] = []
@@ -172,7 +196,7 @@ class OutputProcessor:
         )
         slot = self._take_slot()
         handle = self._generations[slot] << _SLOT_BITS | slot
-        state = RequestState(handle, request, index, collector, detokenizer)
+        state = RequestState(handle, request, index, collector, detokenizer, self._stream_interval)
         self._states[slot] = state
         self._by_request_id.setdefault(collector.request_id, []).append(state)
         return state

@@ -33,11 +33,13 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    stream_interval: int = 1  # tokens in a delta, the first and the last aside; the server may ask for more
 
     def __post_init__(self) -> None:
         """Raise RequestError for a value out of its range."""
         _check(1 <= self.n <= MAX_N, "n", self.n, f"must be from 1 to {MAX_N}")
         _check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be at least 1")
+        _check(self.stream_interval >= 1, "stream_interval", self.stream_interval, "must be at least 1")
         _check(self.min_tokens >= 0, "min_tokens", self.min_tokens, "must be at least 0")
         # `not (a <= x <= b)` and not `x < a`, which NaN passes
         _check(0 <= self.temperature <= 2, "temperature", self.temperature, "must be from 0 to 2")

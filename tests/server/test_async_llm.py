@@ -53,14 +53,18 @@ class Starter:
         self._model = model
         self._script = script
 
-    def __call__(self, *, max_num_queued_reqs: int = 2048, text: str = "", **options: Any) -> AsyncLLM:
+    def __call__(
+        self, *, max_num_queued_reqs: int = 2048, text: str = "", stream_interval: int = 1, **options: Any
+    ) -> AsyncLLM:
         token_ids = self._model.tokenizer.encode(
             text or "Alice was beginning to get very tired. ", add_special_tokens=False
         )
         self._script.write_text(json.dumps(token_ids))
         config = ServeConfig(engine="synthetic", script=str(self._script), **options).engine_config(self._script)
         self.engines.append(EngineProcess(config, RingConfig(), step_timeout_s=60))
-        return AsyncLLM(self.engines[-1], self._model, max_num_queued_reqs=max_num_queued_reqs)
+        return AsyncLLM(
+            self.engines[-1], self._model, max_num_queued_reqs=max_num_queued_reqs, stream_interval=stream_interval
+        )
 
 
 @pytest.fixture
@@ -136,6 +140,21 @@ async def test_the_three_output_kinds_agree(start: Starter) -> None:
         assert {output.request_id for output in outputs} == {"r"}
         assert outputs[0].prompt_token_ids == [1, 2]
     await until(lambda: is_idle(llm))
+
+
+@pytest.mark.parametrize("stop", [(), ("no such text",)])
+@pytest.mark.parametrize(("server", "asked", "counts"), [(3, 1, [1, 3, 3, 3]), (2, 4, [1, 4, 4, 1]), (1, 50, [1, 9])])
+async def test_a_stream_interval_holds_tokens_back_but_the_first_and_the_last(
+    start: Starter, server: int, asked: int, counts: list[int], stop: tuple[str, ...]
+) -> None:
+    llm = start(stream_interval=server, step_time_ms=5.0)
+    outputs = await outputs_of(llm, request(max_tokens=10, stream_interval=asked, stop=stop))
+    parts = [part for output in outputs for part in output.outputs]
+    assert [len(part.token_ids) for part in parts] == counts
+    assert [part.num_tokens for part in parts] == [sum(counts[: n + 1]) for n in range(len(counts))]
+    whole = await outputs_of(llm, request("whole", OutputKind.FINAL_ONLY, max_tokens=10))
+    assert "".join(part.text for part in parts) == whole[0].outputs[0].text
+    assert [token_id for part in parts for token_id in part.token_ids] == whole[0].outputs[0].token_ids
 
 
 @pytest.mark.parametrize("kind", KINDS)
