@@ -157,6 +157,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     num_rounds, num_repeats = (2, 2) if options.quick else (10, 9)
     rng, console = np.random.default_rng(0), Console()
+    console.width = max(console.width, 96)  # the table's
     engine = EnginePath(options.model, options.threads)
     bf16 = EnginePath(options.model, options.threads, quantization="none")
     hf = EnginePath(options.model, options.threads, quantization="none", runner="hf")
