@@ -52,10 +52,10 @@ def _load(config: dict[str, Any]) -> Engine:
         from engine.synthetic import SyntheticConfig, SyntheticEngine
 
         return SyntheticEngine(SyntheticConfig(**config["synthetic"]))
-    from engine.config import EngineConfig  # torch comes with this import: after ATTACHED
-    from engine.core import EngineCore
+    from engine.config import EngineConfig
+    from engine.make import make_engine  # torch comes with this import: after ATTACHED
 
-    return EngineCore(EngineConfig(**config["model"]))
+    return make_engine(EngineConfig(**config["model"]))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ class Batch:
     chunks: list[ChunkSpan] = field(default_factory=list)
     hidden_rows: NDArray[np.int64] = field(default_factory=_no_rows)  # whose final hidden states are wanted
     adapters: NDArray[np.int64] | None = None  # [num_tokens], each row's adapter, 0: none; None: nobody has any
+    # [num_decodes], which row of the step before samples the decode's input, -1: token_ids has it. None: it has all.
+    sources: NDArray[np.int64] | None = None
 
     @property
     def num_decodes(self) -> int:

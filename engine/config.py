@@ -11,7 +11,10 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["auto", "none", "int4"]
 RunnerName = Literal["auto", "hf", "fused"]
-_CHOICES = {"dtype": Dtype, "device": Device, "quantization": Quantization, "runner": RunnerName}
+Overlap = Literal["auto", "on", "off"]
+_CHOICES = {
+    "dtype": Dtype, "device": Device, "quantization": Quantization, "runner": RunnerName, "overlap": Overlap,
+}  # fmt: skip
 _AT_LEAST_ONE = (
     "block_size",
     "max_model_len", "max_num_seqs", "max_num_waiting", "max_num_batched_tokens", "num_threads", "kv_cache_tokens",
@@ -37,6 +40,7 @@ class EngineConfig:
     block_size: int = 32  # tokens of a KV cache block; fewer waste less of a last block, and make longer tables
     runner: RunnerName = "auto"  # auto: fused where it gives transformers' logits, else hf, transformers' own code
     quantization: Quantization = "auto"  # auto: int4 for few rows where that loses nothing, on a CPU in bfloat16
+    overlap: Overlap = "auto"  # two steps in flight. auto: on a GPU, which the host would keep waiting else
     deterministic: bool = False  # whether a request's tokens are free of its batch mates' influence, which costs speed
     adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA: the name that requests use, its PEFT directory
     kv_cache_tokens: int | None = None  # None: what half of the free memory holds, no more than all seats can use
@@ -57,6 +61,10 @@ class EngineConfig:
         Larger chunks gain nothing on CPUs, where 512 tokens take some 0.4 s, and keep everyone else waiting.
         """
         return self.max_num_batched_tokens or (512 if device == "cpu" else 8192)
+
+    def resolve_overlap(self, device: str) -> bool:
+        """Return whether two steps are in flight; `device` is a torch device type. On a CPU that gains nothing."""
+        return device != "cpu" if self.overlap == "auto" else self.overlap == "on"
 
     def resolve_num_threads(self) -> int:
         """Return how many CPU threads torch may use: 2 on a busy 2-core machine were slower than 1."""

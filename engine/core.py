@@ -5,12 +5,11 @@ Runs on the engine process's loop thread; knows no ring and no text.
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.batch import pack
 from engine.block_pool import BlockPool, PoolCounters
@@ -21,10 +20,11 @@ from engine.interface import RequestFailedError
 from engine.request import Request
 from engine.runner import Runner, make_runner
 from engine.sampler import Samples, sample
-from engine.scheduler import Finish, Plan, Scheduler
+from engine.scheduler import Plan, Scheduler
 from engine.step_costs import StepCosts
+from engine.step_rows import fill_rows
 from shm_transport.messages import AddRequest, Data
-from shm_transport.step import FirstRowColumns, Step
+from shm_transport.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +41,14 @@ class EngineCore:
     def __init__(self, config: EngineConfig, *, runner: Runner | None = None) -> None:
         self._runner = runner or make_runner(config)
         self._pool = BlockPool(self._runner.num_blocks, self._runner.block_size)
-        self._budget = ChunkBudget(config.resolve_num_batched_tokens(self._runner.device.type))
-        self._scheduler = Scheduler(
+        self.budget = ChunkBudget(config.resolve_num_batched_tokens(self._runner.device.type))
+        self.scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,
             max_num_waiting=config.max_num_waiting,
             max_model_len=self._runner.max_model_len,
             vocab_size=self._runner.vocab_size,
             pool=self._pool,
-            budget=self._budget,
+            budget=self.budget,
         )
         self._failures: list[RequestFailedError] = []
         self._data: list[Data] = []
@@ -60,7 +60,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether any request runs or waits."""
-        return self._scheduler.num_running > 0 or self._scheduler.num_waiting > 0
+        return self.scheduler.num_running > 0 or self.scheduler.num_waiting > 0
 
     @property
     def costs(self) -> StepCosts:
@@ -78,29 +78,32 @@ class EngineCore:
         Raises:
             RequestFailedError: If it can never run, or the queue is full. Nothing is kept of it.
         """
-        self._scheduler.add(Request(request, queued_ns=time.monotonic_ns(), adapter=self._adapter(request)))
+        self.scheduler.add(Request(request, queued_ns=time.monotonic_ns(), adapter=self._adapter(request)))
 
     def abort(self, handles: Iterable[int]) -> None:
         """Drop requests wherever they are and free what they hold; unknown handles are ignored."""
-        self._scheduler.drop(handles)
+        self.scheduler.drop(handles)
 
     def step(self) -> Step:
         """Give every request that decodes one token, and prompts their share of the step."""
         self._failures.clear()
         self._data.clear()
         scheduled_ns = time.monotonic_ns()
-        plan = self._scheduler.schedule(scheduled_ns)
+        plan = self.scheduler.schedule(scheduled_ns)
         planned_ns = time.monotonic_ns()
         try:
             samples, forward_done_ns = self._compute(plan)
         except Exception as exc:  # whatever it was, the requests outside of this batch and the engine live on
             logger.exception("a step of %d requests failed", len(plan.handles()))
-            self._fail(dict.fromkeys(plan.handles(), f"the forward failed: {exc}"))
-            return self._figures(scheduled_ns, time.monotonic_ns())
+            self.fail(dict.fromkeys(plan.handles(), f"the forward failed: {exc}"))
+            return self.figures(scheduled_ns, time.monotonic_ns())
         sampled_ns = time.monotonic_ns()
-        self._fail(samples.failures)
-        finishes = self._scheduler.commit(plan, samples.requests, samples.token_ids.tolist())
-        step = self._rows(samples, finishes, self._figures(scheduled_ns, forward_done_ns))
+        self.fail(samples.failures)
+        finishes = self.scheduler.commit(plan, samples.requests, samples.token_ids.tolist())
+        step = self.figures(scheduled_ns, forward_done_ns)
+        num_outputs = [request.num_output_tokens for request in samples.requests]
+        fill_rows(step, samples.requests, samples.token_ids, finishes, num_outputs)
+        step.logprobs = samples.logprobs
         self._plan, self._handed_out_ns = plan, time.monotonic_ns()
         self._elapsed_ns = self._handed_out_ns - scheduled_ns
         self._costs.num_steps += 1
@@ -115,14 +118,14 @@ class EngineCore:
         if plan is None:
             return
         published_ns = time.monotonic_ns()
-        self._scheduler.settle(plan)
-        self._budget.note(has_decodes=bool(plan.decodes), num_tokens=plan.num_chunk_tokens, elapsed_ns=self._elapsed_ns)
+        self.scheduler.settle(plan)
+        self.budget.note(has_decodes=bool(plan.decodes), num_tokens=plan.num_chunk_tokens, elapsed_ns=self._elapsed_ns)
         self._costs.publish_ns += published_ns - self._handed_out_ns
         self._costs.settle_ns += time.monotonic_ns() - published_ns
 
     def idle_step(self) -> Step:
         """Return a Step without rows, only with the figures of now."""
-        return self._figures(0, 0)
+        return self.figures(0, 0)
 
     def take_failures(self) -> list[RequestFailedError]:
         """Return and forget the requests that failed in the last step; they are already dropped."""
@@ -179,47 +182,21 @@ class EngineCore:
             raise RequestFailedError(request.handle, f"there is no adapter {request.adapter!r}: known are {known}")
         return names.index(request.adapter) + 1 if request.adapter else 0
 
-    def _fail(self, reasons: dict[int, str]) -> None:
-        self._scheduler.drop(reasons)
+    def fail(self, reasons: dict[int, str]) -> None:
+        """Drop requests, by handle, and report why."""
+        self.scheduler.drop(reasons)
         self._failures += [RequestFailedError(handle, reason) for handle, reason in reasons.items()]
 
-    def _figures(self, scheduled_ns: int, forward_done_ns: int) -> Step:
+    def figures(self, scheduled_ns: int, forward_done_ns: int) -> Step:
         """Return a Step without rows. Blocks of those that ended in the step still count, unless nobody is left."""
         return Step(
             handles=np.empty(0, np.uint64),
             token_ids=np.empty(0, np.int32),
             scheduled_ns=scheduled_ns,
             forward_done_ns=forward_done_ns,
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
             num_blocks_used=self._pool.num_used if self.has_work else 0,
             num_blocks=self._pool.num_blocks,
-            num_preemptions=self._scheduler.num_preemptions,
+            num_preemptions=self.scheduler.num_preemptions,
         )
-
-    def _rows(self, samples: Samples, finishes: Sequence[Finish], step: Step) -> Step:
-        """Put a step's columns into it."""
-        requests = samples.requests
-        step.handles = np.array([request.handle for request in requests], np.uint64)
-        step.token_ids = samples.token_ids.astype(np.int32)
-        step.logprobs = samples.logprobs
-        if any(finish.reason for finish in finishes):
-            step.finish_reasons = np.array([finish.reason for finish in finishes], np.uint8)
-            step.stop_token_ids = np.array([finish.stop_token_id for finish in finishes], np.int32)
-        if any(request.num_output_tokens == 1 for request in requests):
-            step.first = _first_rows(requests)
-        return step
-
-
-def _first_rows(requests: Sequence[Request]) -> FirstRowColumns:
-    is_first = np.array([request.num_output_tokens == 1 for request in requests])
-
-    def column(values: list[int], dtype: type[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-        return np.where(is_first, np.array(values, dtype), dtype(0))
-
-    return FirstRowColumns(
-        num_cached_tokens=column([request.num_cached_tokens for request in requests], np.uint32),
-        queued_ns=column([request.queued_ns for request in requests], np.uint64),
-        first_scheduled_ns=column([request.first_scheduled_ns for request in requests], np.uint64),
-        num_preemptions=column([request.num_preemptions for request in requests], np.uint32),
-    )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineConfigError, NotEnoughMemoryError
+from engine.model_inputs import send
 
 PADDING_BLOCK = 0  # nobody's: block tables of different lengths are filled up with it
 _MEMORY_SHARE = 0.5  # of what is free once the weights are there; activations and other processes need the rest
@@ -39,7 +40,7 @@ class KVCache:
     def __init__(
         self, shapes: Mapping[int, LayerShape], num_blocks: int, block_size: int, device: torch.device
     ) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks, self.block_size, self._device = num_blocks, block_size, device
         self._keys = {
             layer: _zeros((shape.num_kv_heads, num_blocks, block_size, shape.key_dim), shape.dtype, device)
             for layer, shape in shapes.items()
@@ -48,6 +49,10 @@ class KVCache:
             layer: _zeros((shape.num_kv_heads, num_blocks, block_size, shape.value_dim), shape.dtype, device)
             for layer, shape in shapes.items()
         }
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return one layer's keys and values, [num_kv_heads, num_blocks, block_size, key_dim or value_dim]."""
+        return self._keys[layer], self._values[layer]
 
     def write(self, layer: int, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
         """Put this step's keys and values into their slots.
@@ -78,9 +83,10 @@ class KVCache:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks of every layer, (source, destination) each; no destination is a source."""
-        sources, destinations = torch.tensor(pairs).T
+        (sent,) = send((np.array(pairs),), self._device)
+        sources, destinations = sent.long().T
         for tensor in (*self._keys.values(), *self._values.values()):
-            tensor[:, destinations.to(tensor.device)] = tensor[:, sources.to(tensor.device)]
+            tensor[:, destinations] = tensor[:, sources]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

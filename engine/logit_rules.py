@@ -78,11 +78,14 @@ def apply_rules_(logits: Tensor, requests: Sequence[Request]) -> None:
 
 
 def _make_rules(request: Request, vocab_size: int) -> LogitRules:
-    params = request.params
-    has_lists = params.allowed_token_ids or params.bad_token_ids or params.logit_bias
-    has_any = params.min_tokens > 0 or has_lists or has_penalties(params)
-    request.logit_rules = LogitRules.of(params, vocab_size) if has_any else NO_RULES
+    request.logit_rules = LogitRules.of(request.params, vocab_size) if has_rules(request.params) else NO_RULES
     return request.logit_rules
+
+
+def has_rules(params: AddRequest) -> bool:
+    """Whether a request has any rule."""
+    has_lists = bool(params.allowed_token_ids or params.bad_token_ids or params.logit_bias)
+    return params.min_tokens > 0 or has_lists or has_penalties(params)
 
 
 def _known(token_ids: Iterable[int], vocab_size: int) -> Ids:

@@ -23,8 +23,10 @@ from shm_transport.messages import AddRequest
 from shm_transport.step import LogprobColumns
 
 GREEDY_BELOW = 1e-5  # temperature
+NOT_FINITE = "the model's logits are not finite: the weights or the dtype overflow"
 _SHORTLIST = 128  # candidates looked at first; sorting a vocabulary of 49,152 takes ten times as long
 _WIDEN = 8
+_MARGIN = 8  # sorted candidates for each that top_k keeps
 _BLOCK = 256  # columns summed up at once when a running sum is inverted
 
 
@@ -89,7 +91,7 @@ def _why(best: float) -> str:
     """Say why a row whose largest logit is `best`, which is no number, has no token."""
     if best == float("-inf"):
         return "no token is left: allowed and bad tokens, min_tokens and logit_bias exclude all of the vocabulary"
-    return "the model's logits are not finite: the weights or the dtype overflow"
+    return NOT_FINITE
 
 
 def _greedy(logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -155,6 +157,18 @@ def draw_from_shortlist(scaled: Tensor, filters: Filters, numbers: Tensor) -> Te
         places = _invert(weights, numbers[rows])
         drawn[rows] = token_ids.gather(1, places[:, None]).squeeze(1)
     return drawn
+
+
+def draw_from_sorted(scaled: Tensor, filters: Filters, numbers: Tensor) -> Tensor:
+    """Draw what `draw_from_shortlist` draws from a sorted list that is long enough from the start, [num_rows].
+
+    A GPU sorts so fast that looking at what a shorter one holds would take longer: the host would have to wait.
+    """
+    can_cut = filters.largest_top_k * _MARGIN <= scaled.shape[1]  # equals at the end of top_k stand in the list too
+    size = filters.largest_top_k * _MARGIN if can_cut else scaled.shape[1]
+    values, token_ids = _largest(scaled, size)
+    places = _invert(_weigh(values, _masses(scaled, filters), filters), numbers)
+    return token_ids.gather(1, places[:, None]).squeeze(1)
 
 
 def shortlists(scaled: Tensor, filters: Filters) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

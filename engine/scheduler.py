@@ -20,6 +20,7 @@ from engine.interface import RequestFailedError
 from engine.request import Request
 from shm_transport.records import MAX_LOGPROBS, FinishReason, Pooling
 
+_UNKNOWN_TOKEN = 0  # stands for one that is being computed; any id of every vocabulary
 NO_TOKEN = -1  # an eos_token_id that is none, a stop_token_id that says EOS or nothing
 _RANK = attrgetter("rank")
 _MAX_SCORED_TOKENS = 512  # of a prompt whose logprobs are wanted, a step: their logits are held all at once
@@ -64,6 +65,13 @@ class Plan:
         return [request.handle for request in requests | dict.fromkeys(self.sampled)]
 
 
+class Assumed(NamedTuple):
+    """What `Scheduler.assume` has taken for granted."""
+
+    output_lengths: list[int]  # of each of `plan.sampled`, with the token that is not known yet
+    computed: list[tuple[Request, int]]  # whose blocks the step fills, and how many of its tokens are computed then
+
+
 class Finish(NamedTuple):
     """How a row ends: `reason` NONE if the request goes on."""
 
@@ -78,6 +86,10 @@ class Scheduler:
     """The waiting queue, the seats, and the blocks that those in the seats hold.
 
     A step is `schedule`, `commit`, `settle`; `add` and `drop` may come before and after it, `drop` also in between.
+
+    A step whose tokens come later is `schedule`, `assume`, then `confirm` and `settle`, with one more `schedule` and
+    `assume` at most in between: that is how two steps are in flight. Blocks may be given out again while a step that
+    still writes to them is under way, because steps are computed in the order in which they were scheduled.
     """
 
     def __init__(
@@ -114,6 +126,10 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests that hold a seat."""
         return len(self._running)
+
+    def is_live(self, handle: int) -> bool:
+        """Whether a request waits or runs."""
+        return handle in self._live
 
     def add(self, request: Request) -> None:
         """Put a request and its forks into the waiting queue.
@@ -175,25 +191,71 @@ class Scheduler:
         for request, token_id in zip(requests, token_ids, strict=True):
             request.num_computed_tokens = request.num_tokens
             request.output_token_ids.append(token_id)
-            finish = self._finish(request, token_id)
+            finish = self._finish(request, token_id, request.num_output_tokens)
             if finish.reason:
                 self._end(request)
             finishes.append(finish)
         return finishes
 
-    def settle(self, plan: Plan) -> None:
-        """After a step: make what it has computed findable, and free what it has ended."""
+    def assume(self, plan: Plan) -> Assumed:
+        """Go on as if a step were done whose tokens are not known yet. Not for plans with `scored` or `pooled` rows."""
+        for chunk in plan.chunks:
+            chunk.request.num_computed_tokens += chunk.num_tokens
+        for request in plan.sampled:
+            request.num_computed_tokens = request.num_tokens
+            request.output_token_ids.append(_UNKNOWN_TOKEN)
+        return Assumed([request.num_output_tokens for request in plan.sampled], _computed(plan))
+
+    def confirm(self, plan: Plan, token_ids: Sequence[int], assumed: Assumed) -> tuple[list[int], list[Finish]]:
+        """Put in the tokens of an assumed step, and take those that it ends off their seats.
+
+        What was assumed of an ended request's next step is taken back.
+
+        Args:
+            plan: The step's.
+            token_ids: One for each of `plan.sampled`.
+            assumed: What `assume` has returned for it.
+
+        Returns:
+            Which of `plan.sampled` are still live, and how each of those goes on.
+        """
+        rows, finishes = [], []
+        for row, (request, token_id) in enumerate(zip(plan.sampled, token_ids, strict=True)):
+            if self._live.get(request.handle) is not request:
+                continue
+            length = assumed.output_lengths[row]
+            request.output_token_ids[length - 1] = token_id
+            finish = self._finish(request, token_id, length)
+            if finish.reason:
+                del request.output_token_ids[length:]
+                request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+                self._end(request)
+            rows.append(row)
+            finishes.append(finish)
+        return rows, finishes
+
+    def settle(self, plan: Plan, assumed: Assumed | None = None) -> None:
+        """After a step: make what it has computed findable, and free what it has ended.
+
+        Args:
+            plan: The step's.
+            assumed: What `assume` has returned for it, if its tokens came later.
+        """
         size = self._pool.block_size
-        for request in (*plan.sampled, *[chunk.request for chunk in plan.chunks if not chunk.is_last]):
-            if request.num_computed_tokens >= (request.num_registered_blocks + 1) * size and request.block_ids:
-                self._register(request)  # not if it was dropped in the step: it has no blocks any more
+        for request, num_computed in assumed.computed if assumed else _computed(plan):
+            if num_computed >= (request.num_registered_blocks + 1) * size and request.block_ids:
+                self._register(request, num_computed)  # not if it was dropped or preempted: it has no blocks any more
         for request in self._ended:
             self._pool.release(request.block_ids)
+            request.block_ids = []
         self._ended.clear()
 
     def _end(self, request: Request) -> None:
         del self._live[request.handle]
-        self._running.remove(request)
+        if request.block_ids:
+            self._running.remove(request)
+        else:  # it was preempted after its last token had been launched
+            self._try_remove_waiting(request)
         self._ended.append(request)
 
     def _plan_decodes(self, plan: Plan) -> None:
@@ -201,7 +263,7 @@ class Scheduler:
         index = 0
         while index < len(self._running):
             request = self._running[index]
-            if request.is_decoding:
+            if request.is_decoding and not self._is_full(request, request.num_output_tokens):
                 if not self._make_room(request, plan):
                     return
                 plan.decodes.append(request)
@@ -332,9 +394,9 @@ class Scheduler:
             insort(self._waiting, fork, key=_RANK)
         return forks[:count]
 
-    def _register(self, request: Request) -> None:
+    def _register(self, request: Request, num_computed: int) -> None:
         size = self._pool.block_size
-        for index in range(request.num_registered_blocks, request.num_computed_tokens // size):
+        for index in range(request.num_registered_blocks, num_computed // size):
             tokens = request.token_ids_between(index * size, (index + 1) * size)
             parent = request.content_id if index else _salt(request)
             request.content_id = self._pool.register(request.block_ids[index], parent, tokens)
@@ -357,14 +419,19 @@ class Scheduler:
         parent = next(other for other in self._live.values() if request in other.forks)
         parent.forks.remove(request)
 
-    def _finish(self, request: Request, token_id: int) -> Finish:
+    def _is_full(self, request: Request, num_outputs: int) -> bool:
+        """Whether so many output tokens are all that the request may have."""
+        num_tokens = request.num_prompt_tokens + num_outputs
+        return num_outputs >= request.params.max_tokens or num_tokens >= self._max_num_tokens
+
+    def _finish(self, request: Request, token_id: int, num_outputs: int) -> Finish:
         """On one token EOS beats a stop token, which beats the length."""
         params = request.params
         if token_id == params.eos_token_id:
             return Finish(FinishReason.STOP)
         if token_id in params.stop_token_ids:
             return Finish(FinishReason.STOP, token_id)
-        if len(request.output_token_ids) >= params.max_tokens or request.num_tokens >= self._max_num_tokens:
+        if self._is_full(request, num_outputs):
             return Finish(FinishReason.LENGTH)
         return _GOES_ON
 
@@ -407,6 +474,12 @@ class Scheduler:
         if not (params.repetition_penalty > 0.0 and all(map(isfinite, penalties))):
             return f"repetition, frequency and presence penalty are {penalties}: they must be finite, the first above 0"
         return None
+
+
+def _computed(plan: Plan) -> list[tuple[Request, int]]:
+    """Return whose blocks a step fills, and how many of their tokens are computed after it, as they stand now."""
+    requests = (*plan.sampled, *[chunk.request for chunk in plan.chunks if not chunk.is_last])
+    return [(request, request.num_computed_tokens) for request in requests]
 
 
 def _salt(request: Request) -> Salt:

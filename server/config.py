@@ -40,6 +40,7 @@ class ServeConfig:
     runner: str = _option(
         "auto", "what runs the model; auto: the fastest that is right", choices=("auto", "hf", "fused")
     )
+    overlap: str = _option("auto", "two steps in flight; auto: on a GPU", choices=("auto", "on", "off"))
     deterministic: bool = _option(False, "a request's tokens never depend on its batch mates; slower")
     num_threads: int | None = _option(None, "of the engine on CPUs; all cores but one if unset", "N")
     kv_cache_tokens: int | None = _option(None, "size of the KV cache; half of the free memory if unset", "N")
@@ -76,6 +77,7 @@ class ServeConfig:
             options = {
                 "model": str(tokenizer.parent), "dtype": self.dtype, "device": self.device,
                 "quantization": self.quantization, "runner": self.runner, "deterministic": self.deterministic,
+                "overlap": self.overlap,
                 **given, **self._given("num_threads", "kv_cache_tokens", "block_size", "max_num_batched_tokens"),
             }  # fmt: skip
             return {"model": options, "step_log": self.step_log}

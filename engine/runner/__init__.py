@@ -27,7 +27,7 @@ __all__ = ["Runner", "make_runner"]
 logger = logging.getLogger(__name__)
 
 
-def make_runner(config: EngineConfig) -> Runner:
+def make_runner(config: EngineConfig) -> PagedRunner:
     """Load the model.
 
     Raises:

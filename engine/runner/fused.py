@@ -9,7 +9,6 @@ load, which changes no score, since queries and keys are reordered alike.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name it has everywhere
 from torch import Tensor
@@ -17,10 +16,10 @@ from torch import Tensor
 from engine.adapters import Adapters, Piece
 from engine.attention.base import Attention
 from engine.attention.kernels import Options
-from engine.batch import Batch
 from engine.checkpoint import Checkpoint
 from engine.kv_cache import LayerShape
 from engine.linear import Linear, LinearFactory
+from engine.model_inputs import ModelInputs
 from engine.runner.llama_config import LlamaConfig
 
 
@@ -67,24 +66,22 @@ class FusedModel:
         self._norm = checkpoint.take("model.norm.weight", config.hidden_size)
         self._head = weights.head(self._embedding)
 
-    def compute(self, batch: Batch, attention: Attention) -> tuple[Tensor, Tensor]:
-        """Return the logits of `batch.last_rows`, fp32, and the final hidden states of `batch.hidden_rows`."""
-        wanted = np.concatenate((batch.last_rows, batch.hidden_rows))
-        rows = torch.from_numpy(wanted).to(self._device)
-        self.adapters.rows.set(batch.adapters)
-        hidden = F.embedding(torch.from_numpy(batch.token_ids).to(self._device), self._embedding)
-        rotation = self._rotation(torch.from_numpy(batch.positions).to(self._device))
+    def compute(self, inputs: ModelInputs, attention: Attention) -> tuple[Tensor, Tensor]:
+        """Return logits, fp32, and final hidden states, as `engine.runner.paged.Model` says."""
+        self.adapters.rows.set(inputs.adapters)
+        hidden = F.embedding(inputs.token_ids, self._embedding)
+        rotation = self._rotation(inputs.positions)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             attended = self._attend(index, layer, hidden, rotation, attention)
             if index == last:
-                attended, hidden = attended.index_select(0, rows), hidden.index_select(0, rows)
-                self.adapters.rows.set(None if batch.adapters is None else batch.adapters[wanted])
+                attended, hidden = attended.index_select(0, inputs.rows), hidden.index_select(0, inputs.rows)
+                self.adapters.rows.set(inputs.adapters_of_rows)
             hidden = layer.out.add(attended, hidden)
             x = self._rms_norm(hidden, layer.mlp_norm)
             hidden = layer.down.add(layer.up.mul(x, layer.gate.silu(x)), hidden)
         hidden = self._rms_norm(hidden, self._norm)
-        num_logits = len(batch.last_rows)
+        num_logits = inputs.num_logits
         if not num_logits:
             return torch.empty(0, self.vocab_size, device=self._device), hidden
         return self._head(hidden[:num_logits]).float(), hidden[num_logits:]

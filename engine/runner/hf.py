@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -17,6 +16,7 @@ from engine.batch import Batch, ChunkSpan
 from engine.errors import UnsupportedModelError
 from engine.kv_cache import LayerShape
 from engine.linear import Linear, LinearFactory
+from engine.model_inputs import ModelInputs
 from engine.model_loader import architecture
 
 _PROBE_TOKENS = 4
@@ -38,20 +38,19 @@ class HfModel:
         self.dtype: torch.dtype = model.dtype
         self.shapes: Mapping[int, LayerShape] = self._probe_layers(int(text_config.num_hidden_layers))
 
-    def compute(self, batch: Batch, attention: Attention) -> tuple[Tensor, Tensor]:
-        """Return the logits of `batch.last_rows`, fp32, and the final hidden states of `batch.hidden_rows`."""
-        rows = np.concatenate((batch.last_rows, batch.hidden_rows))
-        head = _HeadInput(len(batch.last_rows))
+    def compute(self, inputs: ModelInputs, attention: Attention) -> tuple[Tensor, Tensor]:
+        """Return logits, fp32, and final hidden states, as `engine.runner.paged.Model` says."""
+        head = _HeadInput(inputs.num_logits)
         hook = self._model.get_output_embeddings().register_forward_pre_hook(head)
-        self.adapters.rows.set(batch.adapters)
+        self.adapters.rows.set(inputs.adapters)
         token = step_attention.set(attention)
         try:
             # No cache is ever passed: its argument changed names between transformers' versions, and ours is elsewhere.
             output: Any = self._model(
-                input_ids=self._to_row(batch.token_ids),
-                position_ids=self._to_row(batch.positions),
+                input_ids=inputs.token_ids[None],
+                position_ids=inputs.positions[None],
                 use_cache=False,
-                logits_to_keep=torch.from_numpy(rows).to(self._device),
+                logits_to_keep=inputs.rows,
             )
         finally:
             step_attention.reset(token)
@@ -80,9 +79,6 @@ class HfModel:
                     linear = self.adapters.wrap(linear, [Piece(f"{prefix}.{name}".lstrip("."), num_out, num_in)])
                 setattr(parent, name, _SwappedLinear(linear, num_in, num_out))
 
-    def _to_row(self, numbers: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(numbers).to(self._device)[None]
-
     @torch.inference_mode()
     def _probe_layers(self, num_layers: int) -> Mapping[int, LayerShape]:
         """Run a few tokens to see what each layer keeps: configs do not say it reliably."""
@@ -92,7 +88,7 @@ class HfModel:
         batch = Batch(positions, positions, empty, np.empty((0, 0), np.int32), empty, positions[-1:], [chunk])
         attention = StepAttention(batch, None, self._device)
         try:
-            self.compute(batch, attention)
+            self.compute(ModelInputs.of(batch, self._device), attention)
         except Exception as exc:  # whatever a model raises when it is called in a way that it was not made for
             raise UnsupportedModelError(f"{self.architecture} cannot run a flat batch ({exc}): {_REMEDY}") from exc
         if sorted(attention.shapes) != list(range(num_layers)):

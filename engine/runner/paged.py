@@ -8,11 +8,14 @@ from torch import Tensor
 
 from engine.adapters import Adapters
 from engine.attention.base import Attention
+from engine.attention.choose import Backend, choose_backend
 from engine.attention.step import StepAttention
 from engine.attention.tiled import TiledAttention
 from engine.batch import Batch
 from engine.config import EngineConfig
+from engine.graphs import DecodeGraphs, try_record
 from engine.kv_cache import KVCache, LayerShape, choose_num_blocks
+from engine.model_inputs import ModelInputs, PagedInputs, upload
 
 
 class Model(Protocol):
@@ -24,12 +27,12 @@ class Model(Protocol):
     shapes: Mapping[int, LayerShape]  # by layer
     adapters: Adapters
 
-    def compute(self, batch: Batch, attention: Attention) -> tuple[Tensor, Tensor]:
-        """Run the batch.
+    def compute(self, inputs: ModelInputs, attention: Attention) -> tuple[Tensor, Tensor]:
+        """Run a batch.
 
         Returns:
-            Logits of `batch.last_rows`, [num_logits, vocab_size] fp32, and the final hidden states of
-            `batch.hidden_rows`, [num_hidden, hidden_size].
+            Logits of the first of `inputs.rows`, [num_logits, vocab_size] fp32, and the final hidden states of the
+            others, [num_hidden, hidden_size].
         """
 
 
@@ -43,12 +46,18 @@ class PagedRunner:
         self.vocab_size, self.dtype = model.vocab_size, model.dtype
         self.adapter_names = model.adapters.names
         self.num_blocks = self.block_size = 0
+        self.last_tokens = torch.zeros(0, dtype=torch.int64, device=device)  # of the rows of the step before
+        self._is_deterministic = is_deterministic
         self._attention = TiledAttention if is_deterministic else StepAttention
+        self._backend: Backend | None = None  # None: `_attention`, as on CPUs
+        self._graphs: DecodeGraphs | None = None
 
     def make_cache(self, num_blocks: int, block_size: int) -> None:
-        """Make the cache, in the place of an earlier one."""
+        """Make the cache, in the place of an earlier one, and on a GPU choose what attends over it."""
         self.num_blocks, self.block_size = num_blocks, block_size
         self._cache = KVCache(self.model.shapes, num_blocks, block_size, self.device)
+        if self.device.type == "cuda" and not self._is_deterministic:
+            self._backend = choose_backend(list(self.model.shapes.values()), block_size, self.device)
 
     def make_cache_for(self, config: EngineConfig) -> None:
         """Make a cache of the configured size.
@@ -67,6 +76,9 @@ class PagedRunner:
             device=self.device,
         )
         self.make_cache(num_blocks, block_size)
+        self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
+        if self._backend is not None and self._backend.is_recordable:
+            self._graphs = self._try_record(config.max_num_seqs)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -80,12 +92,40 @@ class PagedRunner:
     @torch.inference_mode()
     def embed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Do what `forward` does; return also the final hidden states of `batch.hidden_rows`."""
-        outputs = self.model.compute(batch, self._attention(batch, self._cache, self.device))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # so that the step's forward-done stamp is true
+        if self.device.type == "cpu":
+            inputs = ModelInputs.of(batch, self.device)
+            return self.model.compute(inputs, self._attention(batch, self._cache, self.device))
+        outputs = self.launch(batch)
+        torch.cuda.synchronize(self.device)  # so that the step's forward-done stamp is true
         return outputs
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Do what `embed` does without waiting for the device; what is launched later runs later.
+
+        Where `batch.sources` says so, the input comes from `last_tokens`. The logits are good until the next launch.
+        """
+        if self._graphs is not None:
+            logits = self._graphs.try_replay(batch)
+            if logits is not None:
+                return logits, logits[:0]
+        inputs, paged = upload(batch, self.device, self.last_tokens, max_length=self.max_model_len)
+        return self._compute(inputs, paged)
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy keys and values of whole blocks, (source, destination) each; no destination is a source."""
         self._cache.copy_blocks(pairs)
+
+    def _compute(self, inputs: ModelInputs, paged: PagedInputs) -> tuple[Tensor, Tensor]:
+        if self._backend is not None:
+            return self.model.compute(inputs, self._backend.make(paged, self._cache))
+        assert paged.batch is not None
+        return self.model.compute(inputs, self._attention(paged.batch, self._cache, self.device))
+
+    @torch.inference_mode()
+    def _try_record(self, max_num_seqs: int) -> DecodeGraphs | None:
+        return try_record(
+            self._compute, max_rows=max_num_seqs, num_blocks=-(-self.max_model_len // self.block_size),
+            max_length=self.max_model_len, vocab_size=self.vocab_size, last_tokens=self.last_tokens,
+        )  # fmt: skip

@@ -41,7 +41,10 @@ def test_the_defaults_are_safe() -> None:
 
 def test_a_model_engine_is_told_the_directory_and_the_limits_that_were_given() -> None:
     plain = ServeConfig().engine_config(TOKENIZER)
-    choices = {"dtype": "auto", "device": "auto", "quantization": "auto", "runner": "auto", "deterministic": False}
+    choices = {
+        "dtype": "auto", "device": "auto", "quantization": "auto", "runner": "auto", "overlap": "auto",
+        "deterministic": False,
+    }  # fmt: skip
     assert plain == {"model": {"model": "/models/a", **choices}, "step_log": None}
     config = ServeConfig(
         dtype="float32",

@@ -1,0 +1,69 @@
+"""Sampling that never waits for the device: for steps whose tokens the next step takes before the host has seen them.
+
+For requests without rules and logprobs; engine/sampler.py has the mathematics and does the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.model_inputs import pinned, send
+from engine.request import Request
+from engine.rng import uniforms
+from engine.sampler import GREEDY_BELOW, Filters, draw_from_all, draw_from_sorted, scale_
+
+
+@dataclass(slots=True, frozen=True)
+class DeviceSamples:
+    """What a step's logits gave, on their device."""
+
+    token_ids: Tensor  # [num_rows] int64
+    best: Tensor  # [num_rows] fp32, each row's largest logit: not finite if the row has no token
+
+
+def sample_on_device(logits: Tensor, requests: Sequence[Request]) -> DeviceSamples:
+    """Choose each request's next token.
+
+    Args:
+        logits: [len(requests), vocab_size] fp32; overwritten.
+        requests: In the order of the rows. Their outputs may end in tokens that are not known yet.
+    """
+    best, token_ids = logits.max(dim=1)
+    whole: list[int] = []
+    filtered: list[int] = []
+    for row, request in enumerate(requests):
+        params = request.params
+        if params.temperature >= GREEDY_BELOW:
+            needs_order = params.top_p < 1.0 or 0 < params.top_k < logits.shape[1]
+            (filtered if needs_order else whole).append(row)
+    for rows, draw in ((whole, draw_from_all), (filtered, draw_from_sorted)):
+        if rows:
+            (index,) = send((np.array(rows, np.int32),), logits.device)
+            index = index.long()
+            filters, numbers = _columns([requests[row] for row in rows], logits)
+            # A row that is not finite draws nonsense, which nobody reads.
+            token_ids.index_copy_(0, index, draw(scale_(logits[index], filters), filters, numbers))
+    return DeviceSamples(token_ids, best)
+
+
+def _columns(requests: Sequence[Request], logits: Tensor) -> tuple[Filters, Tensor]:
+    """Return the rows' parameters and their random numbers, sent in one copy that nobody waits for."""
+    vocab_size = logits.shape[1]
+    params = [request.params for request in requests]
+    top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+    seeds = np.array([request.seed for request in requests], np.uint64)
+    indexes = np.array([request.num_output_tokens for request in requests], np.uint64)
+    rows = [[p.temperature for p in params], top_k, [p.top_p for p in params], [p.min_p for p in params]]
+    columns = np.concatenate((np.array(rows, np.float64), uniforms(seeds, indexes)[None]))
+    sent = pinned(torch.from_numpy(columns), logits.device).to(logits.device, non_blocking=True)
+    filters = Filters(
+        temperature=sent[0].float(),
+        top_k=sent[1].long(),
+        largest_top_k=max(top_k),
+        top_p=sent[2],
+        log_min_p=sent[3].float().log() if any(p.min_p > 0.0 for p in params) else None,
+    )
+    return filters, sent[4]

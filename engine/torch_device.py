@@ -1,0 +1,72 @@
+"""The device that OverlappingCore launches steps on: a PagedRunner and the sampler that does not wait for it.
+
+On a GPU the tokens come to the host by a stream of their own, beside the next step. On a CPU, where this exists for its
+tests, a step is done when it is launched. The GPU's part has not been run on one yet.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.device_sampler import sample_on_device
+from engine.overlap import Tokens
+from engine.request import Request
+from engine.runner.paged import PagedRunner
+
+
+@dataclass(slots=True, frozen=True)
+class _OnHost:
+    """Copies on the host, complete once `event` has passed; None: they are."""
+
+    token_ids: Tensor
+    best: Tensor
+    event: torch.cuda.Event | None
+
+    def tokens(self) -> Tokens:
+        """Wait for the copies."""
+        if self.event is not None:
+            self.event.synchronize()
+        return Tokens(self.token_ids.numpy(), self.best.numpy())
+
+
+class TorchDevice:
+    """An `engine.overlap.Device`."""
+
+    def __init__(self, runner: PagedRunner) -> None:
+        self._runner = runner
+        self._side = _make_stream(runner.device) if runner.device.type == "cuda" else None
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, requests: Sequence[Request], copies: Sequence[tuple[int, int]]) -> _OnHost:
+        """Start a step, as `engine.overlap.Device` says."""
+        runner = self._runner
+        if copies:
+            runner.copy_blocks(copies)
+        logits, _ = runner.launch(batch)
+        if not requests:
+            return self._fetch(runner.last_tokens[:0], logits.new_empty(0))
+        samples = sample_on_device(logits, requests)
+        runner.last_tokens[: len(requests)].copy_(samples.token_ids)
+        return self._fetch(samples.token_ids, samples.best)
+
+    def _fetch(self, *tensors: Tensor) -> _OnHost:
+        """Begin to copy a step's results to the host."""
+        if self._side is None:
+            token_ids, best = tensors
+            return _OnHost(token_ids, best, None)
+        self._side.wait_stream(torch.cuda.current_stream(self._runner.device))
+        with torch.cuda.stream(self._side):
+            copies = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._side)  # else its memory could be the next step's before it is copied
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._side)
+        return _OnHost(copies[0], copies[1], event)
+
+
+def _make_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
