@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.config import Device, EngineConfig
+from engine.make import make_engine
 from engine.step_costs import StepCosts
 from shm_transport import segment
 from shm_transport.config import RingConfig
@@ -44,14 +44,14 @@ class GenerationPath(Protocol):
 
 
 class EnginePath:
-    """EngineCore stepped as engine/loop.py does it, publishing into a real ring that is emptied between the steps."""
+    """The engine stepped as engine/loop.py does it, publishing into a real ring that is emptied between the steps."""
 
-    def __init__(self, model: str, num_threads: int, **settings: Any) -> None:
+    def __init__(self, model: str, num_threads: int, *, device: Device = "cpu", **settings: Any) -> None:
         config = EngineConfig(
-            model=model, device="cpu", num_threads=num_threads, max_model_len=MAX_MODEL_LEN,
-            kv_cache_tokens=64 * 1024, **settings,
+            model=model, device=device, num_threads=num_threads, max_model_len=MAX_MODEL_LEN,
+            **{"kv_cache_tokens": 64 * 1024, **settings},
         )  # fmt: skip
-        self.core = EngineCore(config)
+        self.core = make_engine(config)
         ring = segment.create(f"{segment.new_base_name()}-step", segment.step_header(RingConfig(), epoch=1))
         ring.unlink()
         self._writer, self._reader = StepWriter(ring, on_full=lambda: None), StepReader(ring)
@@ -67,14 +67,15 @@ class EnginePath:
         """Run one step with everything that belongs to it; return it and its time, ms."""
         started = time.perf_counter()
         step = self.core.step()
-        self._writer.publish(step)
+        if step is not None:
+            self._writer.publish(step)
         self.core.after_step()
         elapsed_ms = 1e3 * (time.perf_counter() - started)
         if failures := self.core.take_failures():
             raise failures[0]
         if self._reader.consumer.try_wait():
             self._reader.read()
-        return step, elapsed_ms
+        return step or self.core.idle_step(), elapsed_ms
 
     def finish(self) -> None:
         """Step until nothing is left."""
@@ -111,15 +112,16 @@ class EnginePath:
 class GeneratePath:
     """transformers' generate()."""
 
-    def __init__(self, model: str) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True).eval()
+    def __init__(self, model: str, device: Device = "cpu") -> None:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True)
+        self.model: Any = loaded.eval().to(device)
 
     def decode_steps_ms(self, prompts: Prompts, num_steps: int) -> list[float]:
         stamps: list[float] = []
 
         def note(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             stamps.append(time.perf_counter())
-            return torch.zeros(len(ids), dtype=torch.bool)
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
         self._generate(np.stack(prompts), num_steps + 1, [note])
         return (1e3 * np.diff(stamps)).tolist()
@@ -131,7 +133,7 @@ class GeneratePath:
 
     @torch.inference_mode()
     def _generate(self, prompts: NDArray[np.int32], num_tokens: int, criteria: list[Any] | None) -> None:
-        ids = torch.from_numpy(prompts.astype(np.int64))
+        ids = torch.from_numpy(prompts.astype(np.int64)).to(self.model.device)
         self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, min_new_tokens=num_tokens,
             do_sample=False, pad_token_id=0, stopping_criteria=criteria,

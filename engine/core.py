@@ -55,7 +55,7 @@ class EngineCore:
         self._plan: Plan | None = None  # of the step that is not settled yet, if it went well
         self._elapsed_ns = 0  # what it took, until it was handed out
         self._handed_out_ns = 0
-        self._costs = StepCosts()
+        self.step_costs = StepCosts()
 
     @property
     def has_work(self) -> bool:
@@ -65,7 +65,7 @@ class EngineCore:
     @property
     def costs(self) -> StepCosts:
         """A copy of the steps' costs so far."""
-        return replace(self._costs)
+        return replace(self.step_costs)
 
     @property
     def cache_counters(self) -> PoolCounters:
@@ -106,10 +106,10 @@ class EngineCore:
         step.logprobs = samples.logprobs
         self._plan, self._handed_out_ns = plan, time.monotonic_ns()
         self._elapsed_ns = self._handed_out_ns - scheduled_ns
-        self._costs.num_steps += 1
-        self._costs.schedule_ns += planned_ns - scheduled_ns
-        self._costs.sample_ns += sampled_ns - forward_done_ns
-        self._costs.commit_ns += self._handed_out_ns - sampled_ns
+        self.step_costs.num_steps += 1
+        self.step_costs.schedule_ns += planned_ns - scheduled_ns
+        self.step_costs.sample_ns += sampled_ns - forward_done_ns
+        self.step_costs.commit_ns += self._handed_out_ns - sampled_ns
         return step
 
     def after_step(self) -> None:
@@ -120,8 +120,8 @@ class EngineCore:
         published_ns = time.monotonic_ns()
         self.scheduler.settle(plan)
         self.budget.note(has_decodes=bool(plan.decodes), num_tokens=plan.num_chunk_tokens, elapsed_ns=self._elapsed_ns)
-        self._costs.publish_ns += published_ns - self._handed_out_ns
-        self._costs.settle_ns += time.monotonic_ns() - published_ns
+        self.step_costs.publish_ns += published_ns - self._handed_out_ns
+        self.step_costs.settle_ns += time.monotonic_ns() - published_ns
 
     def idle_step(self) -> Step:
         """Return a Step without rows, only with the figures of now."""
@@ -139,7 +139,7 @@ class EngineCore:
 
     def stats(self) -> dict[str, int]:
         """Return the steps' costs and the prefix cache's counters."""
-        return asdict(self._costs) | asdict(self._pool.counters)
+        return asdict(self.step_costs) | asdict(self._pool.counters)
 
     def limits(self) -> dict[str, int]:
         """Return max_model_len, vocab_size and num_blocks."""
@@ -165,8 +165,8 @@ class EngineCore:
         else:
             logits = self._runner.forward(batch)
         forward_done_ns = time.monotonic_ns()
-        self._costs.pack_ns += packed_ns - started_ns
-        self._costs.forward_ns += forward_done_ns - packed_ns
+        self.step_costs.pack_ns += packed_ns - started_ns
+        self.step_costs.forward_ns += forward_done_ns - packed_ns
         num_sampled = len(plan.sampled)
         if plan.scored:
             self._data += collect_prompt_logprobs(plan.scored, logits[num_sampled:])

@@ -92,6 +92,7 @@ class OverlappingCore:
         self._unsettled: _InFlight | None = None  # its record is handed out
         self._done_ns = 0  # when the last step's tokens were there
         self._elapsed_ns = 0  # what that step took
+        self._handed_out_ns = 0
         self._host_bound: set[int] = set()  # handles of requests whose steps need the host
 
     @property
@@ -131,11 +132,13 @@ class OverlappingCore:
         if done is None:
             self._core.after_step()
             return
-        plan = done.plan
+        plan, costs, published_ns = done.plan, self._core.step_costs, time.monotonic_ns()
         self._core.scheduler.settle(plan, done.assumed)
         self._core.budget.note(
             has_decodes=bool(plan.decodes), num_tokens=plan.num_chunk_tokens, elapsed_ns=self._elapsed_ns
         )
+        costs.publish_ns += published_ns - self._handed_out_ns
+        costs.settle_ns += time.monotonic_ns() - published_ns
 
     def idle_step(self) -> Step:
         """Return a Step without rows, only with the figures of now."""
@@ -150,12 +153,12 @@ class OverlappingCore:
         return self._core.take_data()
 
     def stats(self) -> dict[str, int]:
-        """Return the core's: costs are those of the steps that were computed alone."""
+        """Return the steps' costs and the prefix cache's counters; forward_ns includes the sampling."""
         return self._core.stats()
 
     @property
     def costs(self) -> StepCosts:
-        """The core's: those of the steps that were computed alone."""
+        """A copy of the steps' costs so far; schedule_ns and pack_ns are spent while the device computes."""
         return self._core.costs
 
     def limits(self) -> dict[str, int]:
@@ -167,10 +170,13 @@ class OverlappingCore:
         scheduler = self._core.scheduler
         scheduled_ns = time.monotonic_ns()
         plan = scheduler.schedule(scheduled_ns)
+        planned_ns = time.monotonic_ns()
         if not plan.decodes and not plan.chunks:
             return None
         try:
             batch = pack(plan, self._block_size)
+            self._core.step_costs.schedule_ns += planned_ns - scheduled_ns
+            self._core.step_costs.pack_ns += time.monotonic_ns() - planned_ns
             if previous is not None:
                 rows = {request: row for row, request in enumerate(previous.plan.sampled)}
                 batch = replace(batch, sources=np.array([rows.get(each, -1) for each in plan.decodes], np.int64))
@@ -198,7 +204,11 @@ class OverlappingCore:
         record = self._core.figures(step.scheduled_ns, done_ns)
         num_outputs = [step.assumed.output_lengths[row] for row in rows]
         fill_rows(record, [requests[row] for row in rows], token_ids[rows], finishes, num_outputs)
-        self._unsettled = step
+        self._unsettled, self._handed_out_ns = step, time.monotonic_ns()
+        costs = self._core.step_costs
+        costs.num_steps += 1
+        costs.forward_ns += self._elapsed_ns
+        costs.commit_ns += self._handed_out_ns - done_ns
         return record
 
     def _fail_all(self, step: _InFlight, reason: Exception) -> None:

@@ -31,3 +31,11 @@ def test_threads_default_to_all_cores_but_one_and_at_least_one(monkeypatch: pyte
         monkeypatch.setattr("os.sched_getaffinity", lambda _pid, cores=cores: set(range(cores)))
         assert EngineConfig(model="x").resolve_num_threads() == threads
     assert EngineConfig(model="x", num_threads=3).resolve_num_threads() == 3
+
+
+def test_two_steps_are_in_flight_on_gpus_unless_told_otherwise() -> None:
+    found = {
+        overlap: [EngineConfig(model="x", overlap=overlap).resolve_overlap(device) for device in ("cpu", "cuda")]
+        for overlap in ("auto", "on", "off")
+    }
+    assert found == {"auto": [False, True], "on": [True, True], "off": [False, False]}
