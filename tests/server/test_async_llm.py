@@ -22,10 +22,10 @@ from server.collector import RequestOutputCollector
 from server.config import ServeConfig
 from server.engine_process import EngineProcess
 from server.errors import EngineDeadError, EngineGenerateError, OverloadedError, RequestError, ServerError
-from server.input_processor import GenerateRequest, ProcessedRequest
+from server.input_processor import GenerateRequest, InputProcessor, ProcessedRequest
 from server.model_info import ModelInfo
 from server.output_processor import CHUNK_ROWS, OutputProcessor
-from server.outputs import OutputKind, RequestOutput
+from server.outputs import CompletionOutput, OutputKind, RequestOutput
 from server.sampling_params import SamplingParams
 from shm_transport.config import RingConfig
 from shm_transport.messages import Data
@@ -522,6 +522,49 @@ async def test_the_ring_counters_are_a_snapshot_of_what_was_carried(start: Start
     assert before.num_records == 0
     with pytest.raises(AttributeError):
         after.num_records = 0  # type: ignore[misc]
+
+
+async def test_every_step_passes_every_hop_of_the_clock(start: Starter) -> None:
+    llm = start()
+    await outputs_of(llm, request(max_tokens=20))
+    await until(lambda: all(sum(times.counts) >= 20 for times in llm.hop_times().values()))
+
+
+async def test_plain_tokens_take_the_short_way_and_the_others_do_not(model: ModelInfo) -> None:
+    class Writer:
+        is_writable = True
+
+        def __init__(self) -> None:
+            self.whole: list[str] = []
+            self.ready: list[bytes] = []
+
+        def write(self, output: CompletionOutput) -> None:
+            self.whole.append(output.text)
+
+        def delta_writer(self, index: int) -> Callable[[bytes], bool]:
+            assert index == 0
+
+            def write(text: bytes) -> bool:
+                self.ready.append(text)
+                return True
+
+            return write
+
+        def fail(self, error: Exception) -> None:
+            raise error
+
+    processor, writer = OutputProcessor(model.tokenizer, lambda _: None), Writer()
+    one = await InputProcessor(model.with_limits(max_model_len=8192, vocab_size=49152)).process(request(max_tokens=9))
+    collector = RequestOutputCollector("r", [1], 1, OutputKind.DELTA)
+    collector.attach(writer)
+    state = processor.add(one, 0, collector)
+    tokens = model.tokenizer.encode("one two three four", add_special_tokens=False)
+    for token in tokens[:-1]:
+        await processor.process(StepRecord(RecordHeader(*[0] * 17), [state.handle], [token]), is_behind=False)
+    last = StepRecord(RecordHeader(*[0] * 17), [state.handle], tokens[-1:], finish_reasons=[2], stop_token_ids=[-1])
+    await processor.process(last, is_behind=False)
+    assert writer.ready == [json.dumps(f" {word}").encode() for word in ("two", "three")]
+    assert writer.whole == ["one", " four"]
 
 
 async def test_a_reader_that_is_late_counts_stalls_and_coalesced_records(start: Starter) -> None:
