@@ -18,6 +18,8 @@ from starlette.types import ASGIApp
 
 from server.errors import MethodNotAllowedError, NotFoundError, RequestError, ServerError
 from server.json_response import JsonResponse, error_response
+from server.metrics_export import MetricsCollector, metrics
+from server.metrics_process import ProcessClock
 from server.openai_routes import ROUTES
 from server.request_id import echoed_header
 from server.serving import Serving
@@ -32,13 +34,17 @@ _GC_THRESHOLDS = (20_000, 20, 50)
 def build_app(serving: Serving) -> Starlette:
     """Return the application. Its life span starts the reader task, and ends the engine."""
 
+    process_clock = ProcessClock()
+
     @contextlib.asynccontextmanager
     async def life_span(_: Starlette) -> AsyncIterator[None]:
         serving.llm.start()
         gc.collect()
         gc.freeze()  # what is there now stays: later collections need not look at it
         gc.set_threshold(*_GC_THRESHOLDS)
+        process_clock.start()
         yield
+        process_clock.stop()
         await serving.llm.shutdown()
 
     app = Starlette(
@@ -48,6 +54,7 @@ def build_app(serving: Serving) -> Starlette:
             Route("/ping", health, methods=["GET", "POST"]),
             Route("/load", load, methods=["GET"]),
             Route("/version", version, methods=["GET"]),
+            Route("/metrics", metrics, methods=["GET"]),
         ],
         exception_handlers={
             ServerError: _server_error,
@@ -58,6 +65,7 @@ def build_app(serving: Serving) -> Starlette:
     )
     app.router.redirect_slashes = False
     app.state.serving = serving
+    app.state.metrics_collector = MetricsCollector(serving.llm, process_clock, serving.model_names[0])
     return app
 
 

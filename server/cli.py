@@ -29,9 +29,9 @@ def _serve(options: argparse.Namespace) -> int:
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(ServeConfig)}
     values["served_model_name"] = tuple(values["served_model_name"])
     config = ServeConfig(**values)
-    from server import launcher  # after the flags are checked: --help and errors need none of it
+    from server import launcher, log_format  # after the flags are checked: --help and errors need none of it
 
-    launcher.configure_logging()
+    log_format.configure_logging(config.log_format)
     return launcher.serve(config)
 
 

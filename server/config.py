@@ -1,11 +1,12 @@
 """Configuration of `ringserve serve`: each setting written once; the command line is made from these fields."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from server.errors import StartupError
+from server.log_format import FORMATS
 from shm_transport.strategies import STRATEGIES
 
 
@@ -48,6 +49,10 @@ class ServeConfig:
     max_num_batched_tokens: int | None = _option(None, "prompt tokens in a step; by the device if unset", "N")
     max_model_len: int | None = _option(None, "longest prompt and output together, tokens; the model's if unset", "N")
     max_num_seqs: int | None = _option(None, "sequences that run at once; the engine's choice if unset", "N")
+    log_format: str = _option("text", "of the log, on stderr", choices=FORMATS)
+    enable_log_requests: bool = _option(False, "log each request that has ended: tokens, times, how it ended")
+    log_prompts: bool = _option(False, "with --enable-log-requests: the prompt's text too")
+    disable_log_stats: bool = _option(False, "no line each ten seconds with rates and queue lengths")
     step_log: str | None = _option(None, "write each step's publish stamp, rows and tokens there", "FILE")
     step_time_ms: float = _synthetic(0.0, "time of a step; 0 is free-running", "MS")
     tokens_per_step: int = _synthetic(1, "tokens of each request in a step", "N")
@@ -65,6 +70,13 @@ class ServeConfig:
         _at_least(self, -1, "fail_after")
         if self.port > 65535:
             raise StartupError(f"--port is {self.port}: at most 65535")
+
+    def shown(self) -> str:
+        """Return every setting that has a value, for the log; secrets only as set."""
+        values = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.metadata.get("is_shown", True)
+        }
+        return ", ".join(f"{name}={value!r}" for name, value in values.items() if value not in (None, ()))
 
     def engine_config(self, tokenizer: Path) -> dict[str, Any]:
         """Return the engine process's configuration, without its rings.

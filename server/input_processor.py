@@ -1,6 +1,7 @@
 """From a prompt and sampling parameters to engine requests: render, tokenize, validate. Knows no HTTP."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +35,7 @@ class GenerateRequest:
     truncation: "Truncation | None" = None
     priority: int = 0  # lower runs earlier
     cache_salt: str = ""  # prompts of different salts share no cached block
+    arrival_ns: int = field(default_factory=time.monotonic_ns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +61,7 @@ class ProcessedRequest:
     bad_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
+    arrival_ns: int = field(default_factory=time.monotonic_ns)  # when all of the request had been read
     prompt_array: NDArray[np.int32] = field(init=False)  # prompt_token_ids for the engine, once for all n sequences
 
     def __post_init__(self) -> None:
@@ -187,6 +190,7 @@ class InputProcessor:
             bad_token_ids=params.bad_token_ids + tuple(map(self._bad_token_id, params.bad_words)),
             priority=request.priority,
             cache_salt=request.cache_salt,
+            arrival_ns=request.arrival_ns,
         )
 
     def _bad_token_id(self, word: str) -> int:

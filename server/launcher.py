@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import uvicorn
 
@@ -26,7 +25,9 @@ from server.engine_process import EngineProcess
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
 from server.model_info import ModelInfo
+from server.request_log import RequestLog
 from server.serving import Serving
+from server.throughput_log import ThroughputLog
 from shm_transport.config import RingConfig
 
 logger = logging.getLogger(__name__)
@@ -47,11 +48,14 @@ class Server(uvicorn.Server):
         self._serve_config = serve_config
         self._banner = banner
         self._death_task: asyncio.Task[None] | None = None
+        self._throughput_log = ThroughputLog(llm.metrics)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, say where, and watch the engine."""
         if not self._serve_config.keep_alive_on_engine_death:
             self._llm.call_on_death(self._on_engine_death)
+        if not self._serve_config.disable_log_stats:
+            self._throughput_log.start()
         await super().startup(sockets)
         print(self._banner, flush=True)
 
@@ -68,6 +72,7 @@ class Server(uvicorn.Server):
         timer = asyncio.get_running_loop().call_later(drain_s, self._llm.fail_all, error)
         await super().shutdown(sockets)
         timer.cancel()
+        self._throughput_log.stop()
         if self.force_exit:
             self._llm.fail_all(ShuttingDownError("the server was told twice to end"))
             await asyncio.sleep(_LAST_WORDS_S)
@@ -103,7 +108,10 @@ def serve(config: ServeConfig) -> int:
             llm = AsyncLLM(
                 engine, model, max_num_queued_reqs=config.max_num_queued_reqs, stream_interval=config.stream_interval
             )
+            if config.enable_log_requests:
+                llm.metrics.on_finished.append(RequestLog(model.tokenizer.decode if config.log_prompts else None))
             serving = _serving(config, llm, tokenizer.parent.name)
+            logger.info("configuration: %s; the engine's: %s", config.shown(), limits)
             banner = _banner(serving, listener, time.monotonic() - started_s)
             server = Server(_uvicorn_config(config, serving), llm, config, banner)
             server.run(sockets=[listener])  # from here on its own signal handlers: a signal means drain
@@ -181,9 +189,3 @@ def _banner(serving: Serving, listener: socket.socket, elapsed_s: float) -> str:
         f"ringserve {serving.version} serves {serving.model_names[0]} at {url}/v1 (ready in {elapsed_s:.1f} s)\n"
         f"Try it:\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
     )
-
-
-def configure_logging() -> None:
-    """Send the log to stderr."""
-    form: dict[str, Any] = {"format": "%(levelname)s [server] %(message)s", "stream": sys.stderr}
-    logging.basicConfig(level=logging.INFO, **form)

@@ -109,7 +109,7 @@ async def _answer(
     serving: Serving = request.app.state.serving
     name = request_id(request, body.request_id)
     identity = serving.identity(f"{endpoint.id_prefix}-{name}")
-    requests = await _process(serving, body, identity.response_id, params, prompts)
+    requests = await _process(serving, body, identity.response_id, params, prompts, request.state.arrival_ns)
     names = _names(serving, body)
     shown = _shown(body, requests, endpoint.logprobs(names) if params.logprobs is not None else None)
 
@@ -137,6 +137,7 @@ async def _process(
     response_id: str,
     params: SamplingParams,
     prompts: _Prompts,
+    arrival_ns: int,
 ) -> list[ProcessedRequest]:
     truncation = None
     if body.truncate_prompt_tokens is not None:
@@ -155,6 +156,7 @@ async def _process(
                 truncation=truncation,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
+                arrival_ns=arrival_ns,
             )
             for i, prompt in enumerate(prompts.prompts)
         ]

@@ -8,6 +8,7 @@ Loop thread only. A failure in one request's output ends that request, never the
 
 import asyncio
 import logging
+import time
 from array import array
 from collections.abc import Callable
 
@@ -15,6 +16,8 @@ from server.collector import RequestOutputCollector
 from server.detokenizer import Detokenizer
 from server.errors import EngineGenerateError
 from server.input_processor import ProcessedRequest
+from server.metrics import Metrics
+from server.milestones import FinishedSequence, FirstToken
 from server.outputs import CompletionOutput, OutputKind, TokenLogprobs
 from server.sink import DeltaWriter
 from server.stop_strings import StopStringChecker
@@ -37,7 +40,8 @@ class RequestState:
 
     __slots__ = (
         "_checker", "_detokenizer", "_due_at", "_interval", "_is_deferred", "_kind", "_logprobs", "_num_shown",
-        "_texts", "_token_ids", "_undecoded", "_write_delta", "collector", "handle", "index", "is_live", "params",
+        "_texts", "_token_ids", "_undecoded", "_write_delta", "collector", "first", "handle", "index", "is_live",
+        "params", "request",
     )  # fmt: skip
 
     def __init__(
@@ -53,8 +57,10 @@ class RequestState:
         self.handle = handle
         self.index = index
         self.collector = collector
+        self.request = request
         self.params = params
         self.is_live = True
+        self.first: FirstToken | None = None
         self._kind = request.kind
         self._detokenizer = detokenizer
         self._token_ids = array("i")
@@ -67,8 +73,7 @@ class RequestState:
         self._due_at = 1  # tokens with which the next delta leaves
         self._num_shown = 0  # tokens that have left in deltas
         self._logprobs = None if params.logprobs is None else TokenLogprobs(params.logprobs + 1, [], [], [])
-        is_plain = self._checker is None and self._logprobs is None
-        self._is_deferred = request.kind is OutputKind.FINAL_ONLY and is_plain
+        self._is_deferred = False  # whether tokens are put aside until the end
         self._undecoded = array("i")
         self._write_delta: DeltaWriter | None = None
 
@@ -97,8 +102,15 @@ class RequestState:
         self._undecoded.append(token_id)
         return True
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of output until now."""
+        return len(self._token_ids) + len(self._undecoded)
+
     def find_short_way(self) -> None:
-        """Look whether the collector's consumer takes ready deltas by now."""
+        """Look whether further tokens may be put aside, or the collector's consumer takes ready deltas by now."""
+        is_plain = self._checker is None and self._logprobs is None
+        self._is_deferred = self._kind is OutputKind.FINAL_ONLY and is_plain
         is_every_token = self._kind is OutputKind.DELTA and self._interval == 1 and self._logprobs is None
         if self._write_delta is None and is_every_token:
             self._write_delta = self.collector.delta_writer(self.index)
@@ -195,12 +207,19 @@ class OutputProcessor:
         tokenizer: Makes the detokenizers.
         abort_in_engine: Called with the handles of sequences that ended here while the engine still runs them.
         stream_interval: Least number of tokens in a delta, but for the first and the last.
+        metrics: Is told of sequences that begin and end.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, abort_in_engine: Callable[[list[int]], None], *, stream_interval: int = 1
+        self,
+        tokenizer: Tokenizer,
+        abort_in_engine: Callable[[list[int]], None],
+        *,
+        stream_interval: int = 1,
+        metrics: Metrics | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._metrics = metrics or Metrics()
         self._stream_interval = stream_interval
         self._abort_in_engine = abort_in_engine
         self._states: list[RequestState | None] = []
@@ -210,7 +229,8 @@ class OutputProcessor:
         self._held: list[RequestOutputCollector] = []  # have outputs that wait for the end of the drain
         self._rows_since_yield = 0
         self._resolved: tuple[list[int], list[RequestState | None]] = ([], [])  # a record's handles, and whose they are
-        self.num_late_rows = 0
+        self.num_late_rows = 0  # of sequences that had ended before
+        self.num_late_tokens = 0
 
     @property
     def num_live(self) -> int:
@@ -234,17 +254,17 @@ class OutputProcessor:
         """End every sequence of a request id with finish reason abort; return their handles."""
         states = list(self._by_request_id.get(request_id, ()))
         for state in states:
-            self._forget(state)
+            self._forget(state, "abort")
             output = state.abort()
             if output is not None:
                 state.collector.put(output)
         return [state.handle for state in states]
 
-    def drop(self, collector: RequestOutputCollector) -> list[int]:
-        """Forget the live sequences of one request, whose consumer is gone; return their handles."""
+    def drop(self, collector: RequestOutputCollector, reason: str = "abort") -> list[int]:
+        """Forget the live sequences of one request, whose consumer is gone, or which failed; return their handles."""
         states = [s for s in self._by_request_id.get(collector.request_id, ()) if s.collector is collector]
         for state in states:
-            self._forget(state)
+            self._forget(state, reason)
         return [state.handle for state in states]
 
     def keep(self, data: Data) -> None:
@@ -258,7 +278,7 @@ class OutputProcessor:
         state = self._state_of(handle)
         if state is None:
             return []
-        handles = self.drop(state.collector)
+        handles = self.drop(state.collector, "error")
         state.collector.put_error(error)
         return handles
 
@@ -266,7 +286,7 @@ class OutputProcessor:
         """End every request with an error; return all live handles."""
         states = [state for state in self._states if state is not None]
         for state in states:
-            self._forget(state)
+            self._forget(state, "error")
         for state in states:
             state.collector.put_error(error)
         return [state.handle for state in states]
@@ -313,6 +333,7 @@ class OutputProcessor:
             state = states[row]
             if state is None or not state.is_live:
                 self.num_late_rows += 1
+                self.num_late_tokens += 1 if record.num_tokens is None else record.num_tokens[row]
                 continue
             try:
                 if may_push and (finishes is None or not finishes[row]) and state.try_push(token_ids[row]):
@@ -323,22 +344,22 @@ class OutputProcessor:
 
     def _process_row(self, state: RequestState, record: StepRecord, row: int, is_behind: bool) -> None:
         token_ids, finish, stop_token_id = _row(record, row)
-        if record.first is not None:
-            _note_first(state, record.first, row)
+        if record.first is not None and record.first.queued_ns[row]:
+            self._note_first(state, record, record.first, row)
         if finish == FinishReason.ERROR:
             raise EngineGenerateError("the engine failed this request")
         logprobs = None if record.logprobs is None else _row_logprobs(record.logprobs, record, row)
         output = state.advance(token_ids, finish, stop_token_id, logprobs)
+        state.find_short_way()
         if output is None:
             return
         if output.finish_reason is not None:
-            self._forget(state)
+            self._forget(state, output.finish_reason)
             if not finish:  # a stop string, which the engine cannot see
                 self._abort_in_engine([state.handle])
         state.collector.put(output, is_behind)
         if is_behind:
             self._held.append(state.collector)
-        state.find_short_way()
 
     def _fail_row(self, state: RequestState, exc: Exception) -> None:
         if isinstance(exc, EngineGenerateError):
@@ -346,7 +367,7 @@ class OutputProcessor:
         else:
             logger.exception("the output of request %s could not be processed", state.collector.request_id)
             error = EngineGenerateError(f"the output of this request could not be processed: {exc}")
-        handles = self.drop(state.collector)
+        handles = self.drop(state.collector, "error")
         self._abort_in_engine(handles)
         state.collector.put_error(error)
 
@@ -362,7 +383,20 @@ class OutputProcessor:
         self._generations.append(1)
         return len(self._states) - 1
 
-    def _forget(self, state: RequestState) -> None:
+    def _note_first(self, state: RequestState, record: StepRecord, first: FirstRows, row: int) -> None:
+        now_ns, num_cached_tokens = time.monotonic_ns(), first.num_cached_tokens[row]
+        state.first = FirstToken(
+            first.queued_ns[row], first.first_scheduled_ns[row], record.header.published_ns, now_ns, num_cached_tokens
+        )
+        self._metrics.note_first(now_ns - state.request.arrival_ns)
+        collector = state.collector
+        if not collector.is_prompt_done:
+            collector.is_prompt_done, collector.num_cached_tokens = True, num_cached_tokens
+            was_looked_for = state.params.prompt_logprobs is None
+            num_tokens = len(collector.prompt_token_ids)
+            self._metrics.note_prompt(num_tokens, num_cached_tokens, was_looked_for=was_looked_for)
+
+    def _forget(self, state: RequestState, reason: str = "stop") -> None:
         state.is_live = False
         slot = state.handle & _SLOT_MASK
         self._states[slot] = None
@@ -372,6 +406,8 @@ class OutputProcessor:
         siblings.remove(state)
         if not siblings:
             del self._by_request_id[state.collector.request_id]
+        num_left = sum(sibling.collector is state.collector for sibling in siblings)
+        self._metrics.note_end(state.handle, _finished(state, reason, num_left, self._metrics.published_ns))
 
 
 def _row(record: StepRecord, row: int) -> tuple[list[int], int, int]:
@@ -403,6 +439,12 @@ def _row_logprobs(columns: Logprobs, record: StepRecord, row: int) -> TokenLogpr
     return TokenLogprobs(width, columns.token_ids[start:end], entries, columns.sampled_ranks[first : first + count])
 
 
-def _note_first(state: RequestState, first: FirstRows, row: int) -> None:
-    if first.queued_ns[row]:
-        state.collector.num_cached_tokens = first.num_cached_tokens[row]
+def _finished(state: RequestState, reason: str, num_siblings_left: int, last_published_ns: int) -> FinishedSequence:
+    request, params = state.request, state.params
+    return FinishedSequence(
+        request_id=request.request_id, index=state.index, num_siblings_left=num_siblings_left, finish_reason=reason,
+        prompt_token_ids=request.prompt_token_ids, num_tokens=state.num_tokens, n=params.n,
+        max_tokens=request.max_tokens, temperature=params.temperature, top_p=params.top_p,
+        arrival_ns=request.arrival_ns, ended_ns=time.monotonic_ns(), last_published_ns=last_published_ns,
+        first=state.first,
+    )  # fmt: skip
