@@ -328,7 +328,7 @@ async def _process(pipe: _Pipe, is_behind: bool) -> None:
         read_ns = time.monotonic_ns()
         pipe.load.num_running, pipe.load.num_waiting = record.header.num_running, record.header.num_waiting
         num_late_rows, num_late_tokens = outputs.num_late_rows, outputs.num_late_tokens
-        pipe.metrics.begin(record)
+        pipe.metrics.begin(record, outputs.is_live)
         await outputs.process(record, is_behind)
         text_ns = time.monotonic_ns()
         pipe.metrics.end(record, outputs.num_late_rows - num_late_rows, outputs.num_late_tokens - num_late_tokens)

@@ -119,15 +119,20 @@ class Metrics:
         self._aborts: deque[tuple[int, int]] = deque()  # the count that acknowledges each, and when it was sent
         self._num_aborted = 0  # that the engine has acknowledged
 
-    def begin(self, record: StepRecord) -> None:
-        """Take a record up, before its rows are processed."""
+    def begin(self, record: StepRecord, is_live: Callable[[int], bool]) -> None:
+        """Take a record up, before its rows are processed.
+
+        Args:
+            record: The next one.
+            is_live: Whether a handle's sequence has not ended.
+        """
         header = self.header = record.header
         self.published_ns = header.published_ns
         self._num_first = self._num_returned = 0
         if header.num_aborted != self._num_aborted:
             self._acknowledge(header)
         if record.handles and record.handles is not self._rows.handles:
-            returned = self._rows.change(record.handles)
+            returned = self._rows.change(record.handles, is_live)
             self._num_returned = len(returned)
             for before_ns in returned:
                 self.gap.observe(self.published_ns - before_ns)
@@ -211,15 +216,12 @@ class _Rows:
         self.published_ns = 0
         self._present: set[int] = set()
         self._absent: dict[int, int] = {}  # live sequences that have had tokens: the stamp of the last
-        self._ended: set[int] = set()  # of those in `_present`
 
-    def change(self, handles: list[int]) -> list[int]:
+    def change(self, handles: list[int], is_live: Callable[[int], bool]) -> list[int]:
         """Take other rows; return the stamps of the last tokens of those who were absent and are back."""
         present = set(handles)
         for handle in self._present - present:
-            if handle in self._ended:
-                self._ended.remove(handle)
-            else:
+            if is_live(handle):
                 self._absent[handle] = self.published_ns
         returned = [self._absent.pop(handle) for handle in self._absent.keys() & present] if self._absent else []
         self.handles, self._present = handles, present
@@ -227,5 +229,4 @@ class _Rows:
 
     def forget(self, handle: int) -> None:
         """Drop what is known of a sequence that has ended."""
-        if self._absent.pop(handle, None) is None and handle in self._present:
-            self._ended.add(handle)
+        self._absent.pop(handle, None)

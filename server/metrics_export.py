@@ -4,11 +4,13 @@ Families are formatted one by one, and the loop runs in between: a scrape delays
 """
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
@@ -169,5 +171,7 @@ async def render(collector: Collector, encode: Callable[[Collector], bytes]) -> 
 async def metrics(request: Request) -> ASGIApp:
     """GET /metrics: in the text format, or as OpenMetrics for a scraper that accepts it."""
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    if isinstance(encode, functools.partial):  # one that would write an underscore for the colon, which needs no escape
+        encode = functools.partial(encode.func, **encode.keywords | {"escaping": ALLOWUTF8})
     content = await render(request.app.state.metrics_collector, encode)
     return Response(content, headers={"content-type": content_type})

@@ -237,6 +237,10 @@ class OutputProcessor:
         """Sequences that have not ended."""
         return len(self._states) - len(self._free_slots)
 
+    def is_live(self, handle: int) -> bool:
+        """Whether a handle's sequence has not ended."""
+        return self._state_of(handle) is not None
+
     def add(self, request: ProcessedRequest, index: int, collector: RequestOutputCollector) -> RequestState:
         """Register one sequence; its handle goes to the engine."""
         detokenizer = self._tokenizer.detokenizer(
