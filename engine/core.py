@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.batch import Batch, pack
 from engine.block_pool import BlockPool, PoolCounters
 from engine.chunk_budget import ChunkBudget
-from engine.collect import collect_embeddings, collect_prompt_logprobs
+from engine.collect import collect, deliver
 from engine.config import EngineConfig
 from engine.interface import RequestFailedError
 from engine.request import Request
@@ -162,7 +162,7 @@ class EngineCore:
         packed_ns = time.monotonic_ns()
         if plan.pooled:
             logits, hidden_states = self._runner.embed(batch)
-            self._data += collect_embeddings(plan.pooled, hidden_states)
+            collect(plan.pooled, hidden_states)
         else:
             logits = self._runner.forward(batch)
         forward_done_ns = time.monotonic_ns()
@@ -170,7 +170,8 @@ class EngineCore:
         self.step_costs.forward_ns += forward_done_ns - packed_ns
         num_sampled = len(plan.sampled)
         if plan.scored:
-            self._data += collect_prompt_logprobs(plan.scored, logits[num_sampled:])
+            collect(plan.scored, logits[num_sampled:])
+        self._data += deliver(plan.chunks)
         if not num_sampled:  # nothing but beginnings of prompts
             return _NOTHING, forward_done_ns
         return self._sample(logits[:num_sampled], plan, batch), forward_done_ns

@@ -110,11 +110,6 @@ class PromptLogprobs:
         self.ranks = np.empty(len(self._next_ids), np.int32)
         self.num_rows = 0
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all rows are filled."""
-        return self.num_rows == len(self.ranks)
-
     def extend(self, logits: Tensor) -> None:
         """Fill in the next rows.
 
@@ -128,7 +123,7 @@ class PromptLogprobs:
             self.token_ids[own], self.logprobs[own], self.ranks[own] = rows.token_ids, rows.logprobs, rows.ranks
 
     def messages(self, handle: int) -> list[Data]:
-        """Return what the server is told."""
+        """Return what the server is told; all rows must be filled."""
         return [
             Data(handle=handle, content=DataContent.PROMPT_TOKEN_IDS, array=self.token_ids),
             Data(handle=handle, content=DataContent.PROMPT_LOGPROBS, array=self.logprobs),
