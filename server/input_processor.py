@@ -31,6 +31,7 @@ class GenerateRequest:
     kind: OutputKind = OutputKind.DELTA
     add_special_tokens: bool = True
     first_index: int = 0  # index of the first of the n sequences, for several prompts in one response
+    adapter: str = ""  # name of a LoRA adapter that the engine has; none: the model as it is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +46,7 @@ class ProcessedRequest:
     eos_token_id: int
     stop_token_ids: tuple[int, ...]
     first_index: int
+    adapter: str = ""
     prompt_array: NDArray[np.int32] = field(init=False)  # prompt_token_ids for the engine, once for all n sequences
 
     def __post_init__(self) -> None:
@@ -59,7 +61,7 @@ class ProcessedRequest:
             handle=first.handle, seed=first.seed, forks=tuple(forks), prompt_token_ids=self.prompt_array,
             max_tokens=self.max_tokens, min_tokens=params.min_tokens, temperature=params.temperature,
             top_p=params.top_p, top_k=max(params.top_k, 0), min_p=params.min_p, eos_token_id=self.eos_token_id,
-            stop_token_ids=self.stop_token_ids,
+            stop_token_ids=self.stop_token_ids, adapter=self.adapter,
         )  # fmt: skip
 
 
@@ -145,7 +147,7 @@ class InputProcessor:
             request_id=request.request_id, prompt_token_ids=token_ids, params=params, kind=request.kind,
             max_tokens=max_tokens, eos_token_id=-1 if params.ignore_eos else model.eos_token_id,
             stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *extra_eos))),
-            first_index=request.first_index,
+            first_index=request.first_index, adapter=request.adapter,
         )  # fmt: skip
 
     def _check_token_ids(self, field_name: str, token_ids: "list[int] | tuple[int, ...]") -> None:

@@ -63,7 +63,8 @@ async def completions(request: Request) -> ASGIApp:
 async def models(request: Request) -> ASGIApp:
     """GET /v1/models."""
     serving: Serving = request.app.state.serving
-    return JsonResponse({"object": "list", "data": [_card(serving, name) for name in serving.model_names]})
+    names = (*serving.model_names, *serving.adapters)
+    return JsonResponse({"object": "list", "data": [_card(serving, name) for name in names]})
 
 
 async def model(request: Request) -> ASGIApp:
@@ -103,11 +104,12 @@ async def _answer(
                 kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
                 add_special_tokens=add_special_tokens,
                 first_index=i * params.n,
+                adapter=serving.adapter(body.model),
             )
             for i, prompt in enumerate(prompts)
         ]
     )
-    identity = serving.identity(response_id)
+    identity = serving.identity(response_id, body.model)
     if body.stream:
         return StreamResponse(serving.llm, processed, endpoint.chunks(identity), body.stream_options)
     outputs = await collect(serving.llm, processed, request.receive)
@@ -128,7 +130,8 @@ def _request_id(request: Request, field: str | None) -> str:
 def _card(serving: Serving, name: str) -> dict[str, Any]:
     return {
         "id": name, "object": "model", "created": serving.created, "owned_by": "ringserve",
-        "root": serving.model_names[0], "parent": None, "max_model_len": serving.llm.model.max_model_len,
+        "root": serving.model_names[0], "parent": serving.model_names[0] if name in serving.adapters else None,
+        "max_model_len": serving.llm.model.max_model_len,
     }  # fmt: skip
 
 
