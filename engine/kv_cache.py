@@ -35,7 +35,7 @@ class KVCache:
     """One tensor of keys and one of values a layer, [num_kv_heads, num_blocks, block_size, key_dim or value_dim].
 
     Heads come first, so that a gather of blocks gives each head's history in one piece, which is what a batched matrix
-    product wants: with tokens first the products of a decode step took four times as long on CPUs.
+    product wants: with tokens first the products of a decode step are much slower on CPUs.
     """
 
     def __init__(
