@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from server.errors import MethodNotAllowedError, NotFoundError, RequestError, ServerError
 from server.json_response import JsonResponse, error_response
 from server.openai_routes import ROUTES
+from server.responses_routes import RESPONSES_ROUTES
 from server.serving import Serving
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ def build_app(serving: Serving) -> Starlette:
     app = Starlette(
         routes=[
             *ROUTES,
+            *RESPONSES_ROUTES,
             Route("/health", health, methods=["GET"]),
             Route("/ping", health, methods=["GET", "POST"]),
             Route("/load", load, methods=["GET"]),

@@ -26,6 +26,7 @@ from server.engine_process import EngineProcess
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
 from server.model_info import ModelInfo
+from server.response_store import ResponseStore
 from server.serving import Serving
 from shm_transport.config import RingConfig
 
@@ -118,6 +119,7 @@ def _serving(config: ServeConfig, llm: AsyncLLM, directory_name: str) -> Serving
         model_names=config.served_model_name or (config.model or directory_name,),
         version=importlib.metadata.version("ringserve"),
         max_body_bytes=config.max_body_mb * 2**20,
+        responses=ResponseStore(config.max_stored_responses),
     )
 
 

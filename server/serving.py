@@ -16,8 +16,9 @@ from server.errors import ClientGoneError, NotFoundError, ServerError, shown
 from server.input_processor import ProcessedRequest
 from server.openai_protocol import StreamOptions
 from server.outputs import RequestOutput
+from server.response_store import ResponseStore
 from server.sink import open_sink, until_disconnect
-from server.sse import EventStream
+from server.sse import DONE_ENDING, Ending, EventStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +29,7 @@ class Serving:
     model_names: tuple[str, ...]  # the first is the one that responses report
     version: str
     max_body_bytes: int
+    responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:
@@ -54,12 +56,18 @@ class StreamResponse:
     """An ASGI response that streams requests' tokens as server-sent events, in one stream, by choice index."""
 
     def __init__(
-        self, llm: AsyncLLM, requests: list[ProcessedRequest], form: ChunkFormat, options: StreamOptions | None
+        self,
+        llm: AsyncLLM,
+        requests: list[ProcessedRequest],
+        form: ChunkFormat,
+        options: StreamOptions | None,
+        ending: Ending = DONE_ENDING,
     ) -> None:
         self._llm = llm
         self._requests = requests
         self._form = form
         self._options = options or StreamOptions()
+        self._ending = ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run until the stream has ended or the client is gone."""
@@ -71,6 +79,7 @@ class StreamResponse:
             num_prompt_tokens=[len(request.prompt_token_ids) for request in self._requests],
             include_usage=bool(self._options.include_usage),
             continuous_usage=bool(self._options.continuous_usage_stats),
+            ending=self._ending,
         )
         collectors: list[RequestOutputCollector] = []
         try:
