@@ -98,6 +98,7 @@ class _TextItem:
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._num_sent_logprobs = 0
+        self._no_logprobs = b',"logprobs":[]' if kind.has_logprobs else b""
         name = f"{kind.event}.delta".encode()
         self._delta_head = b'event: %b\ndata: {"type":"%b",%b,"delta":' % (name, name, _encode(self._where)[1:-1])
 
@@ -114,12 +115,19 @@ class _TextItem:
     def add(self, text: str) -> bytes:
         """Return the event of more text."""
         self._texts.append(text)
-        logprobs = b""
-        if self.kind.has_logprobs:
-            logprobs = b',"logprobs":%b' % one_line(_encode(self._logprobs[self._num_sent_logprobs :]))
-            self._num_sent_logprobs = len(self._logprobs)
         number = self._events.take_number()
-        return b'%b%b%b,"sequence_number":%d}\n\n' % (self._delta_head, json_string(text), logprobs, number)
+        return b'%b%b%b,"sequence_number":%d}\n\n' % (
+            self._delta_head,
+            json_string(text),
+            self._take_logprobs(),
+            number,
+        )
+
+    def _take_logprobs(self) -> bytes:
+        start, self._num_sent_logprobs = self._num_sent_logprobs, len(self._logprobs)
+        if start == self._num_sent_logprobs:
+            return self._no_logprobs
+        return b',"logprobs":%b' % one_line(_encode(self._logprobs[start:]))
 
     def close(self, status: str) -> bytes:
         """Return the events that end it."""
