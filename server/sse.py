@@ -1,6 +1,6 @@
 """Server-sent events: the stream that writes a response's chunks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -52,6 +52,7 @@ class EventStream:
         include_usage: Send a usage chunk before [DONE].
         continuous_usage: Send usage in every chunk too.
         ending: What it ends with.
+        headers: Of the response, beside those of every event stream.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class EventStream:
         include_usage: bool = False,
         continuous_usage: bool = False,
         ending: Ending = DONE_ENDING,
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         self._sink = sink
         self._ending = ending
@@ -74,6 +76,7 @@ class EventStream:
         self._completion_tokens = [0] * num_choices
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage and include_usage
+        self._headers = [*SSE_HEADERS, *headers]
         self._is_open = False
         self._is_finished = False
 
@@ -127,7 +130,7 @@ class EventStream:
 
     def _open(self) -> None:
         self._is_open = True
-        self._sink.open(200, SSE_HEADERS)
+        self._sink.open(200, self._headers)
 
     def _opening(self) -> bytes:
         usage = Usage(self._prompt_tokens[0]).to_json() if self._continuous_usage else b""
