@@ -220,7 +220,9 @@ class OutputProcessor:
     def add(self, request: ProcessedRequest, index: int, collector: RequestOutputCollector) -> RequestState:
         """Register one sequence; its handle goes to the engine."""
         detokenizer = self._tokenizer.detokenizer(
-            request.prompt_token_ids, skip_special_tokens=request.params.skip_special_tokens
+            request.prompt_token_ids,
+            skip_special_tokens=request.params.skip_special_tokens,
+            shown=request.params.shown_special_tokens,
         )
         slot = self._take_slot()
         handle = self._generations[slot] << _SLOT_BITS | slot

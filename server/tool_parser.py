@@ -1,4 +1,4 @@
-"""Splits a model's text into content and tool calls, as it arrives. How its format writes calls: server/tool_formats.py.
+"""Splits a model's text into content and tool calls, as it arrives; its format is server/tool_formats.py's.
 
 A call begins once its name and the brace of its arguments are read; from there on its arguments are streamed as the
 model writes them. What looked like a call and was none is given as content, markers and all. Arguments that break off
@@ -9,8 +9,10 @@ White space between calls, and around them where there is nothing else, belongs 
 import json
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from server.text_scanner import Reads, TextScanner
 
@@ -18,7 +20,7 @@ _ARGUMENTS = ("arguments", "parameters")
 _BEFORE_NAME = ("name", "type", "id", *_ARGUMENTS)
 
 
-class ToolCallDelta(NamedTuple):
+class ToolCallDelta(msgspec.Struct, frozen=True, gc=False):
     """Something new of one tool call. The first of a call has its id and name, and no arguments; later ones neither."""
 
     index: int
@@ -130,7 +132,7 @@ class ToolParser:
         """Take text as more arguments of the newest call."""
         newest = self._calls[-1] if self._calls else None
         if newest is not None and newest.id is None:
-            self._calls[-1] = newest._replace(arguments=newest.arguments + text)
+            self._calls[-1] = msgspec.structs.replace(newest, arguments=newest.arguments + text)
         else:
             self._calls.append(ToolCallDelta(self._num_calls - 1, None, None, text))
 
