@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from shm_transport.messages import AddRequest, Fork
 
 if TYPE_CHECKING:
+    from engine.grammar import Matcher
     from engine.logit_rules import LogitRules
     from engine.logprobs import PromptLogprobs
     from engine.pooling import Pooler
@@ -37,6 +38,7 @@ class Request:
     num_collected_tokens: int = 0  # of the prompt, that `collector` has taken in
     forks: list["Request"] = field(default_factory=list)  # wait until this one's prompt has been computed
     logit_rules: "LogitRules | None" = None  # the sampler's, made at the first token
+    matcher: "Matcher | None" = None  # of a grammar: made before the request may run, moved on at each commit
     collector: "PromptLogprobs | Pooler | None" = None  # the core's, of what is wanted of the prompt
 
     def __post_init__(self, fork: Fork | None) -> None:
