@@ -1,7 +1,9 @@
 """Chat templates: Jinja in a sandbox, with the globals that transformers gives its templates."""
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -51,17 +53,32 @@ class ChatTemplate:
         except jinja2.TemplateError as exc:
             raise StartupError(f"the chat template is not valid Jinja: {exc}") from exc
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """Return the prompt.
+
+        Args:
+            messages: Each with `role` and `content`, a string.
+            tools: OpenAI's `tools`.
+            documents: For templates that quote them.
+            add_generation_prompt: End with the beginning of the assistant's turn.
+            extra: Further variables of the template; the names above win.
 
         Raises:
             RequestError: If the template refuses the messages, or stumbles over them.
         """
         try:
-            return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )  # fmt: skip
+            return self._template.render({
+                **extra, **self._special_tokens, "messages": messages, "tools": tools, "documents": documents,
+                "add_generation_prompt": add_generation_prompt,
+            })  # fmt: skip
         except _STUMBLES as exc:
             raise RequestError(f"the model's chat template refuses these messages: {exc}", param="messages") from exc
 

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from server.chunks import ChatChunks, ChunkFormat, CompletionChunks, StreamIdentity
 from server.errors import RequestError
 from server.input_processor import GenerateRequest, ProcessedRequest
 from server.json_response import JsonResponse
@@ -18,7 +19,6 @@ from server.outputs import CompletionOutput, OutputKind, RequestOutput
 from server.request_body import read_body
 from server.sampling_params import SamplingParams
 from server.serving import Serving, StreamResponse, collect
-from server.sse import ChatChunks, ChunkFormat, CompletionChunks, StreamIdentity
 
 _REQUEST_ID = re.compile(r"[\w.:@/-]{1,128}")
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from starlette.types import Receive, Scope, Send
 
 from server.async_llm import AsyncLLM
+from server.chunks import ChunkFormat, StreamIdentity
 from server.collector import RequestOutputCollector
 from server.errors import ClientGoneError, NotFoundError, ServerError, shown
 from server.input_processor import ProcessedRequest
 from server.openai_protocol import StreamOptions
 from server.outputs import RequestOutput
 from server.sink import open_sink, until_disconnect
-from server.sse import ChunkFormat, EventStream, StreamIdentity
+from server.sse import EventStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
