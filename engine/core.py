@@ -12,17 +12,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from engine.batch import pack
+from engine.batch import Batch, pack
 from engine.block_pool import BlockPool, PoolCounters
 from engine.chunk_budget import ChunkBudget
-from engine.collect import collect_embeddings, collect_prompt_logprobs
+from engine.collect import collect, deliver
 from engine.config import EngineConfig
 from engine.grammar import CompiledGrammar, GrammarCompiler
 from engine.interface import RequestFailedError
 from engine.request import Request
 from engine.runner import Runner, make_runner
-from engine.sampler import Samples, sample
+from engine.sampler import Samples, sample, sample_each
 from engine.scheduler import Plan, Scheduler
 from engine.step_costs import StepCosts
 from engine.step_rows import fill_rows
@@ -178,7 +179,7 @@ class EngineCore:
         packed_ns = time.monotonic_ns()
         if plan.pooled:
             logits, hidden_states = self._runner.embed(batch)
-            self._data += collect_embeddings(plan.pooled, hidden_states)
+            collect(plan.pooled, hidden_states)
         else:
             logits = self._runner.forward(batch)
         forward_done_ns = time.monotonic_ns()
@@ -186,10 +187,20 @@ class EngineCore:
         self.step_costs.forward_ns += forward_done_ns - packed_ns
         num_sampled = len(plan.sampled)
         if plan.scored:
-            self._data += collect_prompt_logprobs(plan.scored, logits[num_sampled:])
+            collect(plan.scored, logits[num_sampled:])
+        self._data += deliver(plan.chunks)
         if not num_sampled:  # nothing but beginnings of prompts
             return _NOTHING, forward_done_ns
-        return sample(logits[:num_sampled], plan.sampled), forward_done_ns
+        return self._sample(logits[:num_sampled], plan, batch), forward_done_ns
+
+    def _sample(self, logits: Tensor, plan: Plan, batch: Batch) -> Samples:
+        """Sample, at worst row by row; `logits` are overwritten."""
+        try:
+            return sample(logits, plan.sampled)
+        except Exception:
+            logger.exception("sampling failed: the rows are done one by one")
+            # Half sampled, the logits are spoiled. The same batch gives them again, and writes what it wrote before.
+            return sample_each(self._runner.forward(batch)[: len(plan.sampled)], plan.sampled)
 
     def _release_compiled(self) -> None:
         """Let those run whose grammars are compiled by now, and fail those whose are none."""
