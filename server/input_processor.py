@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from server.errors import RequestError, shown
+from server.grammar_checker import GrammarChecker
 from server.model_info import ModelInfo
 from server.outputs import OutputKind
 from server.sampling_params import SamplingParams
@@ -59,7 +60,7 @@ class ProcessedRequest:
             handle=first.handle, seed=first.seed, forks=tuple(forks), prompt_token_ids=self.prompt_array,
             max_tokens=self.max_tokens, min_tokens=params.min_tokens, temperature=params.temperature,
             top_p=params.top_p, top_k=max(params.top_k, 0), min_p=params.min_p, eos_token_id=self.eos_token_id,
-            stop_token_ids=self.stop_token_ids,
+            stop_token_ids=self.stop_token_ids, grammar=params.grammar,
         )  # fmt: skip
 
 
@@ -68,6 +69,7 @@ class InputProcessor:
 
     def __init__(self, model: ModelInfo) -> None:
         self._model = model
+        self.grammars = GrammarChecker(model.tokenizer)
 
     async def render_chat(self, messages: list[dict[str, Any]]) -> str:
         """Return the chat's prompt text.
@@ -92,6 +94,9 @@ class InputProcessor:
         Raises:
             RequestError: Naming the field, its value and the remedy.
         """
+        for request in requests:
+            if request.params.grammar:
+                await self.grammars.check(request.params.grammar)
         if sum(len(request.prompt) for request in requests) <= _INLINE_ITEMS:
             return [self._process(request) for request in requests]
         return await asyncio.to_thread(lambda: [self._process(request) for request in requests])

@@ -16,15 +16,14 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_json": (),
+    "guided_whitespace_pattern": (),
     "logit_bias": ({},),
     "logprobs": (False,),
     "modalities": (["text"],),
     "presence_penalty": (0,),
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
+    "structural_tag": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -67,7 +66,11 @@ class _GenerationFields(msgspec.Struct, kw_only=True):
     frequency_penalty: Any = None
     function_call: Any = None
     functions: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
     guided_json: Any = None
+    guided_regex: Any = None
+    guided_whitespace_pattern: Any = None
     logit_bias: Any = None
     logprobs: Any = None
     modalities: Any = None
@@ -75,6 +78,7 @@ class _GenerationFields(msgspec.Struct, kw_only=True):
     prompt_logprobs: Any = None
     repetition_penalty: Any = None
     response_format: Any = None
+    structural_tag: Any = None
     structured_outputs: Any = None
     suffix: Any = None
     tool_choice: Any = None

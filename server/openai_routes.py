@@ -3,7 +3,7 @@
 import re
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -40,6 +40,7 @@ async def chat_completions(request: Request) -> ASGIApp:
     serving.check_model(body.model)
     body.check()
     params = body.sampling_params(body.token_limit(), serving.llm.model.sampling_defaults)
+    params = replace(params, grammar=await serving.llm.input_processor.grammars.find(body))
     messages = body.template_messages()
     serving.llm.check_admission(params.n)
     prompt = await serving.llm.input_processor.render_chat(messages)
@@ -54,6 +55,7 @@ async def completions(request: Request) -> ASGIApp:
     body.check()
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     params = body.sampling_params(max_tokens, serving.llm.model.sampling_defaults)
+    params = replace(params, grammar=await serving.llm.input_processor.grammars.find(body))
     prompts = body.prompts()
     serving.llm.check_admission(params.n * len(prompts))
     add_special_tokens = body.add_special_tokens is not False

@@ -33,6 +33,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    grammar: str = ""  # what the output has to follow, as llguidance writes it; see structured_output
     stream_interval: int = 1  # tokens in a delta, the first and the last aside; the server may ask for more
 
     def __post_init__(self) -> None:
