@@ -53,11 +53,13 @@ class Shown:
         logprobs: How, if at all.
         token_ids: Whether each delta brings its token ids.
         prompt_token_ids: Of each prompt, for each choice's first chunk; None if they are not wanted.
+        sequences_per_prompt: n; choice i belongs to prompt i // n.
     """
 
     logprobs: LogprobFormat | None = None
     token_ids: bool = False
     prompt_token_ids: list[list[int]] | None = None
+    sequences_per_prompt: int = 1
 
     @property
     def is_plain(self) -> bool:
@@ -74,9 +76,10 @@ class Shown:
         """Return the `token_ids` of a delta or a choice."""
         return _encode(output.token_ids) if self.token_ids else b"null"
 
-    def prompt_token_ids_json(self, prompt: int) -> bytes:
-        """Return the `prompt_token_ids` of prompt number `prompt`."""
-        return b"null" if self.prompt_token_ids is None else _encode(self.prompt_token_ids[prompt])
+    def prompt_token_ids_json(self, index: int) -> bytes:
+        """Return the `prompt_token_ids` of a choice."""
+        ids = self.prompt_token_ids
+        return b"null" if ids is None else _encode(ids[index // self.sequences_per_prompt])
 
     def is_empty(self, output: CompletionOutput) -> bool:
         """Whether a delta has nothing to show."""
@@ -160,15 +163,10 @@ class ChatChunks:
 
 
 class CompletionChunks:
-    """/v1/completions.
+    """/v1/completions."""
 
-    Args:
-        sequences_per_prompt: n; choice i belongs to prompt i // n.
-    """
-
-    def __init__(self, identity: StreamIdentity, shown: Shown = PLAIN, *, sequences_per_prompt: int = 1) -> None:
+    def __init__(self, identity: StreamIdentity, shown: Shown = PLAIN) -> None:
         self._shown = shown
-        self._per_prompt = sequences_per_prompt
         self._begun: set[int] = set()  # choices that have shown their prompt's token ids
         self._fingerprint = json_string(identity.fingerprint)
         self._head = _head(identity, "text_completion")
@@ -210,7 +208,7 @@ class CompletionChunks:
         if index in self._begun:
             return b"null"
         self._begun.add(index)
-        return self._shown.prompt_token_ids_json(index // self._per_prompt)
+        return self._shown.prompt_token_ids_json(index)
 
 
 def _head(identity: StreamIdentity, kind: str) -> bytes:

@@ -1,8 +1,12 @@
 """What `generate` yields."""
 
 import enum
+from typing import Any
 
 import msgspec
+from numpy.typing import NDArray
+
+from shm_transport.records import DataContent
 
 
 class OutputKind(enum.Enum):
@@ -67,6 +71,7 @@ class RequestOutput(msgspec.Struct):
         outputs: The sequences that have something new, by index.
         finished: Whether this is the request's last output.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
+        arrays: What the engine sent of the request beside tokens: logprobs of its prompt.
     """
 
     request_id: str
@@ -74,3 +79,4 @@ class RequestOutput(msgspec.Struct):
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    arrays: dict[DataContent, NDArray[Any]] = {}  # msgspec copies it

@@ -1,5 +1,7 @@
 """Server-sent events: the stream that writes a response's chunks."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from server.chunks import ChunkFormat, Usage
@@ -28,6 +30,7 @@ class EventStream:
         num_prompt_tokens: Of each prompt; the choices are split evenly over them.
         include_usage: Send a usage chunk before [DONE].
         continuous_usage: Send usage in every chunk too.
+        headers: Of the response, beside those of every event stream.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class EventStream:
         num_prompt_tokens: list[int],
         include_usage: bool = False,
         continuous_usage: bool = False,
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         self._sink = sink
         self._form = form
@@ -48,6 +52,7 @@ class EventStream:
         self._completion_tokens = [0] * num_choices
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage and include_usage
+        self._headers = [*SSE_HEADERS, *headers]
         self._is_open = False
         self._is_finished = False
 
@@ -102,7 +107,7 @@ class EventStream:
 
     def _open(self) -> None:
         self._is_open = True
-        self._sink.open(200, SSE_HEADERS)
+        self._sink.open(200, self._headers)
 
     def _opening(self) -> bytes:
         usage = Usage(self._prompt_tokens[0]).to_json() if self._continuous_usage else b""

@@ -158,7 +158,7 @@ class Bench:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         identity = StreamIdentity(response_id="r", created=1, model="m", fingerprint="f")
-        response = StreamResponse(self.llm, self._requests, CompletionChunks(identity), None)
+        response = StreamResponse(self.llm, self._requests, lambda _: CompletionChunks(identity), None)
         try:
             await response(scope, receive, send)
         finally:
