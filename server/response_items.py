@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from server.chat_messages import ChatMessage
 from server.errors import RequestError, shown
-from server.openai_protocol import ChatMessage
 
 Item = dict[str, Any]
 

@@ -1,12 +1,17 @@
 """The body of POST /v1/responses: strict types, unknown fields ignored, unsupported ones refused by name."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from server import structured_output
+from server import tools as chat_tools
+from server.chat_template import ChatPrompt
 from server.errors import RequestError, shown
-from server.response_items import Item
+from server.generation_fields import NEUTRAL, GenerationFields
+from server.response_items import Item, chat_messages
 from server.sampling_params import SamplingParams
+from server.structured_output import Grammar
 
 LOGPROBS = "message.output_text.logprobs"
 _MAX_METADATA = 16
@@ -19,13 +24,21 @@ _INCLUDABLE = frozenset((
     "reasoning.encrypted_content",
 ))  # fmt: skip
 
-# Fields that change the answer and are not supported, with the values that ask for nothing.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
+# Fields of the other endpoints, and of OpenAI's own service, with the values that ask for nothing.
+_FOREIGN: dict[str, tuple[object, ...]] = {
     "background": (False,),
     "context_management": ([],),
     "conversation": (),
+    "echo": (False,),
+    "max_tokens": (),
     "moderation": (),
+    "n": (1,),
     "prompt": (),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "truncate_prompt_tokens": (),
 }
 
 
@@ -54,12 +67,6 @@ class ReasoningConfig(msgspec.Struct):
     generate_summary: str | None = None
 
 
-class StreamOptions(msgspec.Struct):
-    """`stream_options`: events are never padded to obfuscate their size."""
-
-    include_obfuscation: bool | None = None
-
-
 class Tool(msgspec.Struct):
     """One of `tools`."""
 
@@ -69,15 +76,11 @@ class Tool(msgspec.Struct):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def to_chat(self) -> dict[str, Any]:
+    def to_chat(self) -> chat_tools.Tool:
         """Return the tool as chat completions know it."""
-        function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
-        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
-        if self.strict is not None:
-            function["strict"] = self.strict
-        return {"type": "function", "function": function}
+        assert self.name is not None  # checked
+        function = chat_tools.FunctionDefinition(self.name, self.description, self.parameters, self.strict)
+        return chat_tools.Tool("function", function)
 
 
 class ToolChoice(msgspec.Struct, omit_defaults=True):
@@ -89,17 +92,17 @@ class ToolChoice(msgspec.Struct, omit_defaults=True):
     tools: list[dict[str, Any]] | None = None
 
 
-class ResponseRequest(msgspec.Struct, kw_only=True):
+class ResponseRequest(GenerationFields, kw_only=True):
     """POST /v1/responses."""
 
-    model: str | None = None
+    neutral: ClassVar[dict[str, tuple[object, ...]]] = {
+        **{name: values for name, values in NEUTRAL.items() if name not in ("tools", "tool_choice")}, **_FOREIGN,
+    }  # fmt: skip
     input: str | list[Any] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = None
-    max_tool_calls: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    max_tool_calls: int | None = None  # of hosted tools, of which there are none
     top_logprobs: int | None = None
     include: list[str] | None = None
     text: TextConfig | None = None
@@ -107,27 +110,16 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
+    include_reasoning: bool | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
-    # not OpenAI's: vLLM's
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    # refused
+    chat_template_kwargs: dict[str, Any] | None = None
     background: Any = None
     context_management: Any = None
     conversation: Any = None
@@ -145,12 +137,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
         Raises:
             RequestError: Naming the field.
         """
-        for name, neutral in _NEUTRAL.items():
-            value = getattr(self, name)
-            if value is not None and value not in neutral:
-                raise RequestError(
-                    f"{name} is {shown(value)}: this server does not support it, leave it out", param=name
-                )
+        super().check()
         for i, name in enumerate(self.include or ()):
             if name not in _INCLUDABLE:
                 raise RequestError(
@@ -160,22 +147,39 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
         self._check_text()
         self._check_tools()
 
-    def sampling_params(self, defaults: dict[str, float]) -> SamplingParams:
-        """Return the request's parameters: its own values, else the model's, else OpenAI's.
+    def params(self, defaults: dict[str, float]) -> SamplingParams:
+        """Return the request's sampling parameters, without a grammar.
 
         Raises:
             RequestError: If a value is out of its range.
         """
-        names = (
-            "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "include_stop_str_in_output", "ignore_eos",
-            "skip_special_tokens",
-        )  # fmt: skip
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        stop_token_ids = tuple(self.stop_token_ids or ())
-        return SamplingParams(
-            **{**defaults, **given}, max_tokens=self.max_output_tokens, stop=stop, stop_token_ids=stop_token_ids
-        )
+        num_logprobs = (self.top_logprobs or 0) if self.wants_logprobs else None
+        return self.sampling_params(self.max_output_tokens, defaults, logprobs=num_logprobs)
+
+    @property
+    def has_format(self) -> bool:
+        """Whether `text.format` asks for more than plain text."""
+        return self.text is not None and self.text.format is not None and self.text.format.type != "text"
+
+    def format_grammar(self) -> Grammar:
+        """Return the grammar of `text.format`, where there is one. Takes milliseconds: for a thread.
+
+        Raises:
+            RequestError: If the schema cannot be followed.
+        """
+        assert self.text is not None
+        assert self.text.format is not None
+        if self.text.format.type == "json_object":
+            return structured_output.json_object(field="text.format")
+        return structured_output.from_json_schema(self.text.format.schema, field="text.format.schema")
+
+    def chat_prompt(self, items: list[Item]) -> ChatPrompt:
+        """Return what the chat template gets."""
+        extra = dict(self.chat_template_kwargs or {})
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            extra["reasoning_effort"] = self.reasoning.effort
+        messages = chat_messages(self.instructions, items)
+        return ChatPrompt(messages=[message.to_template(i) for i, message in enumerate(messages)], extra=extra)
 
     def echo(self, params: SamplingParams) -> dict[str, Any]:
         """Return what the response object repeats of the request, with the values that were used."""
@@ -195,19 +199,16 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
             "truncation": self.truncation or "disabled", "user": self.user,
         }  # fmt: skip
 
-    def chat_tools(self) -> list[dict[str, Any]]:
-        """Return the tools as chat completions know them."""
-        return [tool.to_chat() for tool in self.tools or ()]
+    def tool_use(self) -> chat_tools.ToolUse | None:
+        """Return what the request wants of its tools; None if it has none.
 
-    def chat_tool_choice(self) -> str | dict[str, Any] | None:
-        """Return tool_choice as chat completions know it."""
-        choice = self.tool_choice
-        if not isinstance(choice, ToolChoice):
-            return choice
-        if choice.type == "function":
-            return {"type": "function", "function": {"name": choice.name}}
-        tools = [{"type": "function", "function": {"name": tool.get("name")}} for tool in choice.tools or ()]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode or "auto", "tools": tools}}
+        Raises:
+            RequestError: If that makes no sense.
+        """
+        if not self.tools and self.tool_choice in (None, "none", "auto"):
+            return None
+        given = [tool.to_chat() for tool in self.tools] if self.tools else None
+        return chat_tools.tool_use(given, _chat_choice(self.tool_choice), self.parallel_tool_calls)
 
     def _check_ranges(self) -> None:
         _check(
@@ -250,6 +251,17 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
             is_named = bool(choice.name) if choice.type == "function" else bool(choice.tools)
             name = "name" if choice.type == "function" else "tools"
             _check(is_named, f"tool_choice.{name}", getattr(choice, name), "must say which of the tools")
+
+
+def _chat_choice(choice: ToolChoice | Literal["none", "auto", "required"] | None) -> chat_tools.ToolChoice | None:
+    """Return tool_choice as chat completions know it."""
+    if not isinstance(choice, ToolChoice):
+        return choice
+    if choice.type == "function":
+        return chat_tools.FunctionChoice(chat_tools.FunctionName(choice.name or ""))
+    names = [chat_tools.FunctionName(str(tool.get("name"))) for tool in choice.tools or ()]
+    allowed = [chat_tools.AllowedTool("function", name) for name in names]
+    return chat_tools.AllowedToolsChoice(chat_tools.AllowedTools(choice.mode or "auto", allowed))
 
 
 def deleted(response_id: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Loop thread only.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -13,13 +13,12 @@ import msgspec
 from server.chat_parser import ChatDelta
 from server.errors import ServerError
 from server.json_string import json_string, one_line
-from server.outputs import CompletionOutput, TokenLogprobs
+from server.logprob_format import ChatLogprobs
+from server.outputs import CompletionOutput
 from server.response_items import Item, new_id
 from server.tool_parser import ToolCallDelta
 
 _encode = msgspec.json.encode
-
-TokenEntries = Callable[[TokenLogprobs], list[dict[str, Any]]]
 
 
 class TextParser(Protocol):
@@ -30,6 +29,12 @@ class TextParser(Protocol):
 
     def finish(self) -> ChatDelta:
         """Return what was held back."""
+
+
+class CachedPrompt(Protocol):
+    """What knows how much of a prompt was cached, once the first token is there: a collector, or a RequestOutput."""
+
+    num_cached_tokens: int
 
 
 class PlainParser:
@@ -89,14 +94,14 @@ _REASONING = _TextKind(
 class _TextItem:
     """A message or reasoning that grows: an item with one part of text."""
 
-    def __init__(self, kind: _TextKind, output_index: int, events: _Events) -> None:
+    def __init__(self, kind: _TextKind, output_index: int, events: _Events, logprobs: list[bytes]) -> None:
         self.kind = kind
         self._events = events
         self._id = new_id(kind.id_prefix)
         self._where = {"item_id": self._id, "output_index": output_index, "content_index": 0}
         self._output_index = output_index
         self._texts: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs = logprobs  # JSON of the tokens so far, each item of one or more entries; another fills it
         self._num_sent_logprobs = 0
         self._no_logprobs = b',"logprobs":[]' if kind.has_logprobs else b""
         name = f"{kind.event}.delta".encode()
@@ -106,11 +111,7 @@ class _TextItem:
         """Return the events that announce it."""
         item = {**self.kind.item, "id": self._id, "status": "in_progress", "content": []}
         added = self._events.event("response.output_item.added", output_index=self._output_index, item=item)
-        return added + self._events.event("response.content_part.added", **self._where, part=self._part("", []))
-
-    def add_logprobs(self, entries: list[dict[str, Any]]) -> None:
-        """Take tokens' entries; they leave with the next text."""
-        self._logprobs += entries
+        return added + self._events.event("response.content_part.added", **self._where, part=self._part("", b"[]"))
 
     def add(self, text: str) -> bytes:
         """Return the event of more text."""
@@ -127,13 +128,13 @@ class _TextItem:
         start, self._num_sent_logprobs = self._num_sent_logprobs, len(self._logprobs)
         if start == self._num_sent_logprobs:
             return self._no_logprobs
-        return b',"logprobs":%b' % one_line(_encode(self._logprobs[start:]))
+        return b',"logprobs":[%b]' % b",".join(self._logprobs[start:])
 
     def close(self, status: str) -> bytes:
         """Return the events that end it."""
-        text = "".join(self._texts)
-        logprobs = {"logprobs": self._logprobs} if self.kind.has_logprobs else {}
-        part = self._part(text, self._logprobs)
+        text, entries = "".join(self._texts), self._entries()
+        logprobs = {"logprobs": msgspec.Raw(entries)} if self.kind.has_logprobs else {}
+        part = self._part(text, entries)
         return b"".join((
             self._events.event(f"{self.kind.event}.done", **self._where, text=text, **logprobs),
             self._events.event("response.content_part.done", **self._where, part=part),
@@ -144,11 +145,15 @@ class _TextItem:
 
     def to_item(self, status: str) -> Item:
         """Return the item as it is now."""
-        part = self._part("".join(self._texts), self._logprobs)
+        part = self._part("".join(self._texts), self._entries())
         return {**self.kind.item, "id": self._id, "status": status, "content": [part]}
 
-    def _part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self.kind.part, "text": text, **({"logprobs": logprobs} if self.kind.has_logprobs else {})}
+    def _entries(self) -> bytes:
+        return b"[%b]" % b",".join(self._logprobs)
+
+    def _part(self, text: str, entries: bytes) -> dict[str, Any]:
+        logprobs = {"logprobs": msgspec.Raw(entries)} if self.kind.has_logprobs else {}
+        return {**self.kind.part, "text": text, **logprobs}
 
 
 class _CallItem:
@@ -198,7 +203,7 @@ class ResponseEvents:
         base: The response object without what the output decides.
         parser: Tells the output's kinds of text apart.
         num_prompt_tokens: For usage.
-        token_entries: Makes the logprobs of an output's tokens, if they are wanted.
+        logprobs: Makes the logprobs of an output's tokens, if they are wanted; then the output is text alone.
         on_end: Called with the finished response, encoded, before its last event is written.
     """
 
@@ -209,19 +214,26 @@ class ResponseEvents:
         *,
         num_prompt_tokens: int,
         on_end: Callable[[bytes], None],
-        token_entries: TokenEntries | None = None,
+        logprobs: ChatLogprobs | None = None,
     ) -> None:
-        self.num_cached_tokens = 0
         self.response = b""  # encoded, once it has ended
         self._base = base
         self._parser = parser
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = 0
         self._on_end = on_end
-        self._token_entries = token_entries
+        self._format = logprobs
+        self._logprobs: list[bytes] = []  # of the text; texts that come later wait here for an item
+        self._num_reasoning_tokens = 0
+        self._prompts: Sequence[CachedPrompt] = ()
         self._events = _Events()
         self._closed: list[Item] = []
         self._open: _TextItem | _CallItem | None = None
+
+    def reading(self, prompts: Sequence[CachedPrompt]) -> "ResponseEvents":
+        """Return the same, from now on with the number of cached tokens of the one prompt."""
+        self._prompts = prompts
+        return self
 
     def opening(self, num_choices: int, usage: bytes) -> bytes:  # noqa: ARG002  # the protocol's
         """Return the events that come before all output."""
@@ -236,13 +248,18 @@ class ResponseEvents:
     def delta(self, output: CompletionOutput, usage: bytes) -> bytes:  # noqa: ARG002  # the protocol's
         """Return the events of a delta."""
         self._num_tokens = output.num_tokens
-        return self._take(self._parser.push(output.text), output.logprobs)
+        if self._format is not None and output.logprobs is not None and output.token_ids:
+            self._logprobs.append(self._format.content_json(output.logprobs)[1:-1])
+        parsed = self._parser.push(output.text)
+        if parsed.reasoning:
+            self._num_reasoning_tokens += len(output.token_ids)
+        return self._take(parsed)
 
     def finish(self, output: CompletionOutput, usage: bytes, *, is_fingerprinted: bool) -> bytes:  # noqa: ARG002
         """Return the events of the last delta, and those that end the response."""
-        data = self.delta(output, b"") + self._take(self._parser.finish(), None)
+        data = self.delta(output, b"") + self._take(self._parser.finish())
         if self._open is None and not self._closed:
-            data += self._switch_to(_TextItem(_MESSAGE, 0, self._events))
+            data += self._switch_to(self._text_item(_MESSAGE))
         status = "completed" if output.finish_reason == "stop" else "incomplete"
         data += self._close(status)
         details = {"reason": "max_output_tokens"} if output.finish_reason == "length" else None
@@ -268,38 +285,35 @@ class ResponseEvents:
         self.finish(output, b"", is_fingerprinted=False)
         return self.response
 
-    def _take(self, delta: ChatDelta, logprobs: TokenLogprobs | None) -> bytes:
+    def _take(self, delta: ChatDelta) -> bytes:
         data = b""
         if delta.reasoning:
-            data += self._add_text(_REASONING, delta.reasoning, None)
+            data += self._add_text(_REASONING, delta.reasoning)
         if delta.content:
-            data += self._add_text(_MESSAGE, delta.content, logprobs)
-        elif logprobs is not None and not delta.reasoning and not delta.tool_calls:
-            self._keep_logprobs(logprobs)
+            data += self._add_text(_MESSAGE, delta.content)
         for call in delta.tool_calls:
             data += self._add_call(call)
         return data
 
-    def _add_text(self, kind: _TextKind, text: str, logprobs: TokenLogprobs | None) -> bytes:
+    def _add_text(self, kind: _TextKind, text: str) -> bytes:
         item, data = self._open, b""
         if not isinstance(item, _TextItem) or item.kind is not kind:
-            item = _TextItem(kind, len(self._closed) + (item is not None), self._events)
+            item = self._text_item(kind)
             data = self._switch_to(item)
-        if logprobs is not None and self._token_entries is not None:
-            item.add_logprobs(self._token_entries(logprobs))
         return data + item.add(text)
 
     def _add_call(self, call: ToolCallDelta) -> bytes:
         item, data = self._open, b""
         if not isinstance(item, _CallItem) or item.index != call.index:
-            item = _CallItem(call, len(self._closed) + (item is not None), self._events)
+            item = _CallItem(call, self._next_index(), self._events)
             data = self._switch_to(item)
         return data + item.add(call.arguments) if call.arguments else data
 
-    def _keep_logprobs(self, logprobs: TokenLogprobs) -> None:
-        """Keep the entries of tokens whose text is held back, for the text to come."""
-        if self._token_entries is not None and isinstance(self._open, _TextItem) and self._open.kind.has_logprobs:
-            self._open.add_logprobs(self._token_entries(logprobs))
+    def _text_item(self, kind: _TextKind) -> _TextItem:
+        return _TextItem(kind, self._next_index(), self._events, self._logprobs)
+
+    def _next_index(self) -> int:
+        return len(self._closed) + (self._open is not None)
 
     def _switch_to(self, item: _TextItem | _CallItem) -> bytes:
         data = self._close("completed")
@@ -328,10 +342,11 @@ class ResponseEvents:
         return one_line(_encode(response))
 
     def _usage(self) -> dict[str, Any]:
+        num_cached = sum(prompt.num_cached_tokens for prompt in self._prompts)
         return {
             "input_tokens": self._num_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": self.num_cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
             "output_tokens": self._num_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": self._num_prompt_tokens + self._num_tokens,
         }

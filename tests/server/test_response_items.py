@@ -13,7 +13,8 @@ RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "sunny"
 
 
 def messages(given: "str | list[Any]", instructions: str | None = None) -> list[dict[str, Any]]:
-    return [message.to_template() for message in chat_messages(instructions, normalize(given))]
+    found = chat_messages(instructions, normalize(given))
+    return [message.to_template(place) for place, message in enumerate(found)]
 
 
 def test_a_text_is_one_message_of_the_user() -> None:

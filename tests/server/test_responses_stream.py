@@ -9,7 +9,8 @@ from pydantic import TypeAdapter
 
 from server.chat_parser import ChatDelta
 from server.errors import EngineGenerateError
-from server.outputs import CompletionOutput
+from server.logprob_format import ChatLogprobs, TokenNames
+from server.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from server.responses_protocol import ResponseRequest
 from server.responses_stream import PlainParser, ResponseEvents, TextParser
 from server.sampling_params import SamplingParams
@@ -34,10 +35,13 @@ class ScriptedParser:
         return self._last
 
 
-def response_events(parser: TextParser | None = None) -> tuple[ResponseEvents, list[bytes]]:
+def response_events(
+    parser: TextParser | None = None, logprobs: ChatLogprobs | None = None
+) -> tuple[ResponseEvents, list[bytes]]:
     ended: list[bytes] = []
     base = {**HEAD, **ResponseRequest(input="Hi").echo(SamplingParams())}
-    return ResponseEvents(base, parser or PlainParser(), num_prompt_tokens=5, on_end=ended.append), ended
+    events = ResponseEvents(base, parser or PlainParser(), num_prompt_tokens=5, on_end=ended.append, logprobs=logprobs)
+    return events, ended
 
 
 def output(text: str, num_tokens: int, finish_reason: str | None = None) -> CompletionOutput:
@@ -222,3 +226,42 @@ def test_a_whole_response_is_the_one_that_a_stream_ends_with(finish_reason: str)
         response["output"][0].pop("id")
         response.pop("completed_at")
     assert whole == streamed
+
+
+def test_each_token_has_its_logprobs_also_where_its_text_is_held_back() -> None:
+    logprobs = ChatLogprobs(TokenNames({7: b"He", 8: b"\xc3", 9: b"\xa9", 0: b"<end>"}.__getitem__))
+    tokens = [("He", 7), ("", 8), ("\u00e9", 9), ("", 0)]
+    outputs = [
+        CompletionOutput(0, text, [token_id], None, None, n, TokenLogprobs(2, [token_id, 7], [-0.5, -0.25], [1]))
+        for n, (text, token_id) in enumerate(tokens, 1)
+    ]
+    outputs[-1].finish_reason = "stop"
+    events, _ = response_events(logprobs=logprobs)
+    raw = events.opening(1, b"") + b"".join(events.delta(output, b"") for output in outputs[:-1])
+    parsed = parse(raw + events.finish(outputs[-1], b"", is_fingerprinted=True))
+    sent = [[entry["bytes"] for entry in event["logprobs"]] for event in parsed if "delta" in event]
+    assert sent == [[[72, 101]], [[0xC3], [0xA9]]]
+    (message,) = Response.model_validate(parsed[-1]["response"]).output
+    entries = message.content[0].logprobs
+    assert [entry.bytes for entry in entries] == [[72, 101], [0xC3], [0xA9], list(b"<end>")]
+    assert [entry.logprob for entry in entries] == [-0.5] * 4
+    assert [(top.token, top.logprob) for top in entries[1].top_logprobs] == [("He", -0.25)]
+    whole = CompletionOutput(0, "He\u00e9", [7, 8, 9, 0], "stop", None, 4, outputs[0].logprobs)
+    for output in outputs[1:]:
+        whole.logprobs.extend(output.logprobs)
+    events, _ = response_events(logprobs=logprobs)
+    content = json.loads(events.whole(whole))["output"][0]["content"]
+    assert content == parsed[-1]["response"]["output"][0]["content"]
+
+
+def test_usage_counts_cached_and_reasoning_tokens() -> None:
+    parser = ScriptedParser(ChatDelta("Hm", "", ()), ChatDelta(", yes", "", ()), ChatDelta("", "Yes", ()))
+    events, _ = response_events(parser)
+    source = RequestOutput("r", [1], [], True, num_cached_tokens=3)
+    raw = events.reading([source]).opening(1, b"")
+    for n in (1, 2, 3):
+        raw += events.delta(output("x", n), b"")
+    usage = parse(raw + events.finish(output("", 4, "stop"), b"", is_fingerprinted=True))[-1]["response"]["usage"]
+    assert usage["input_tokens_details"]["cached_tokens"] == 3
+    assert usage["output_tokens_details"]["reasoning_tokens"] == 2
+    assert usage["output_tokens"] == 4
