@@ -1,10 +1,13 @@
 """From logits to one token a request. Rows are split once, so that greedy ones pay nothing for the others.
 
-Order for a row: a copy for its logprobs, rules (engine/logit_rules.py), temperature, min_p, top_k, top_p, draw. The
+Order for a row: a copy for its logprobs, rules (engine/logit_rules.py), its grammar (grammar_mask.py), temperature, min_p, top_k, top_p, draw. The
 draw is a function of the request's seed and output index, so nobody's tokens depend on batch mates. All but the greedy
 path on CPUs is torch, on the device of the logits.
+
+A row whose sampling raises takes the others' with it: `sample_each` then does them again, one by one.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,13 +17,16 @@ import torch.nn.functional as F  # noqa: N812 - the name it has everywhere
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.grammar_mask import apply_grammars_
 from engine.logit_rules import apply_rules_
-from engine.logprobs import logprob_columns, select_raw
+from engine.logprobs import join_columns, logprob_columns, select_raw
 from engine.request import Request
 from engine.rng import uniforms
 from engine.top_k import top_k
 from shm_transport.messages import AddRequest
 from shm_transport.step import LogprobColumns
+
+logger = logging.getLogger(__name__)
 
 GREEDY_BELOW = 1e-5  # temperature
 NOT_FINITE = "the model's logits are not finite: the weights or the dtype overflow"
@@ -78,19 +84,50 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Samples:
     """
     raw = select_raw(logits, requests)
     apply_rules_(logits, requests)
+    lost = apply_grammars_(logits, requests)
     token_ids, best = _greedy(logits)
     is_finite = np.isfinite(best)
     _draw_rows(logits, requests, token_ids, is_finite)
     rows = is_finite.nonzero()[0].tolist()
     kept = [requests[row] for row in rows]
-    failures = {requests[row].handle: _why(best[row]) for row in (~is_finite).nonzero()[0].tolist()}
+    failures = {requests[row].handle: _why(best[row]) for row in (~is_finite).nonzero()[0].tolist()} | lost
     return Samples(kept, token_ids[rows], logprob_columns(raw, rows, kept, token_ids[rows]), failures)
+
+
+def sample_each(logits: Tensor, requests: Sequence[Request]) -> Samples:
+    """Do what `sample` does when that has raised: row by row, so that those that raise fail alone.
+
+    The others get what they would have got, for a draw depends on the request alone.
+
+    Args:
+        logits: [len(requests), vocab_size] fp32, as the model gives them: not what `sample` has left; overwritten.
+        requests: In the order of the rows.
+    """
+    samples = []
+    for row, request in enumerate(requests):
+        request.logit_rules = None  # it may have stopped in the middle of its counts: they are made again
+        try:
+            samples.append(sample(logits[row : row + 1], [request]))
+        except Exception as exc:  # whatever it was, it is this request's alone
+            logger.exception("request %d cannot be sampled", request.handle)
+            samples.append(Samples([], np.empty(0, np.int64), None, {request.handle: why_failed(exc)}))
+    return Samples(
+        requests=[request for each in samples for request in each.requests],
+        token_ids=np.concatenate([each.token_ids for each in samples]),
+        logprobs=join_columns([(len(each.requests), each.logprobs) for each in samples]),
+        failures={handle: why for each in samples for handle, why in each.failures.items()},
+    )
+
+
+def why_failed(reason: Exception) -> str:
+    """Say what a request is told whose sampling has raised."""
+    return f"sampling failed: {reason}"
 
 
 def _why(best: float) -> str:
     """Say why a row whose largest logit is `best`, which is no number, has no token."""
     if best == float("-inf"):
-        return "no token is left: allowed and bad tokens, min_tokens and logit_bias exclude all of the vocabulary"
+        return "no token is left: the grammar, allowed and bad tokens, min_tokens and logit_bias exclude all of them"
     return NOT_FINITE
 
 

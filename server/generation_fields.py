@@ -13,15 +13,14 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_json": (),
+    "guided_whitespace_pattern": (),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logprob_token_ids": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
     "repetition_detection": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
+    "structural_tag": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
@@ -89,7 +88,11 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     best_of: Any = None
     function_call: Any = None
     functions: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
     guided_json: Any = None
+    guided_regex: Any = None
+    guided_whitespace_pattern: Any = None
     kv_transfer_params: Any = None
     length_penalty: Any = None
     logprob_token_ids: Any = None
@@ -97,6 +100,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     prompt_embeds: Any = None
     repetition_detection: Any = None
     response_format: Any = None
+    structural_tag: Any = None
     structured_outputs: Any = None
     suffix: Any = None
     thinking_token_budget: Any = None

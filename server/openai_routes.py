@@ -117,6 +117,8 @@ async def _answer(
     serving: Serving = request.app.state.serving
     name = request_id(request, body.request_id)
     identity = serving.identity(f"{endpoint.id_prefix}-{name}")
+    if grammar := await serving.llm.input_processor.grammars.find(body):
+        params = replace(params, grammar=grammar)
     requests = await _process(serving, body, identity.response_id, params, prompts)
     names = _names(serving, body)
     shown = _shown(body, requests, endpoint.logprobs(names) if params.logprobs is not None else None)

@@ -20,7 +20,7 @@ from server.sink import DeltaWriter
 from server.stop_strings import StopStringChecker
 from server.tokenizer import Tokenizer
 from shm_transport.messages import Data
-from shm_transport.records import FinishReason
+from shm_transport.records import GRAMMAR_END, FinishReason
 from shm_transport.step_ring import FirstRows, Logprobs, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class RequestState:
         """
         if self._undecoded:
             token_ids, self._undecoded = self._undecoded.tolist() + token_ids, array("i")
-        text, num_taken, stop = self._text_of(token_ids, finish)
+        text, num_taken, stop = self._text_of(token_ids, finish == _STOP and stop_token_id != GRAMMAR_END)
         if logprobs is not None and self._logprobs is not None:
             self._logprobs.extend(logprobs if stop is None else logprobs.first(num_taken))
         if stop is not None:
@@ -130,10 +130,10 @@ class RequestState:
         """Return the last output of a sequence that ends here: its held-back text, finish reason abort."""
         return self.advance([], FinishReason.ABORT, -1)
 
-    def _text_of(self, token_ids: list[int], finish: int) -> tuple[str, int, str | None]:
+    def _text_of(self, token_ids: list[int], ends_by_token: bool) -> tuple[str, int, str | None]:
         """Return the tokens' text that may be sent, how many tokens count, and the stop string that ended them."""
         # The text of the token that made the engine stop is no part of the output, special or not.
-        silent = len(token_ids) - 1 if finish == _STOP and not self.params.include_stop_str_in_output else -1
+        silent = len(token_ids) - 1 if ends_by_token and not self.params.include_stop_str_in_output else -1
         decode, checker = self._detokenizer.decode, self._checker
         if checker is None:
             return "".join(["" if i == silent else decode(token_id) for i, token_id in enumerate(token_ids)]), 0, None

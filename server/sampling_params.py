@@ -47,6 +47,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()  # of one token each, never sampled
     logprobs: int | None = None  # most likely tokens to report beside the sampled one; None: no logprobs at all
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    grammar: str = ""  # what the output has to follow, in llguidance's notation; structured_output.py makes them
     stream_interval: int = 1  # tokens in a delta, the first and the last aside; the server may ask for more
 
     def __post_init__(self) -> None:

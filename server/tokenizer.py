@@ -57,6 +57,10 @@ class Tokenizer:
             raise StartupError(f"{path} is no valid tokenizer.json: {exc}") from exc
         return cls(library, _special_tokens(read_json(path.with_name("tokenizer_config.json"))))
 
+    def definition(self) -> str:
+        """Return the tokenizer.json that it is."""
+        return str(self._library.to_str())
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the text's token ids. Releases the GIL for long texts, so it may run on a thread."""
         return list(self._library.encode(text, add_special_tokens=add_special_tokens).ids)

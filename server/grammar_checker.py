@@ -1,0 +1,71 @@
+"""Finds and checks the grammars of requests before anything is generated, on a thread of its own.
+
+A hostile grammar keeps nobody waiting but other requests with grammars: its text is bounded, llguidance's limits bound
+its time and memory, and the work is done without the GIL.
+"""
+
+import asyncio
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from server.errors import RequestError
+from server.structured_output import Grammar, StructuredFields, find_grammar, has_structure
+from server.tokenizer import Tokenizer
+
+_NUM_KEPT = 64  # texts that are known to be good
+_MAX_MESSAGE_CHARS = 400
+_NEEDS_TOKENIZER = "no tokenizer"
+_LIMITS = LLParserLimits(verbose_errors=False)
+
+
+class GrammarChecker:
+    """For one model. Loop thread only, but for what it does on its own."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._library_tokenizer: LLTokenizer | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-check")
+        self._good: OrderedDict[str, None] = OrderedDict()  # the newest last
+
+    async def find(self, fields: StructuredFields) -> str:
+        """Return the grammar that a request asks for, checked; "" for plain text.
+
+        Raises:
+            RequestError: Naming the field at fault.
+        """
+        if not has_structure(fields):
+            return ""
+        grammar = await asyncio.get_running_loop().run_in_executor(self._thread, find_grammar, fields)
+        if grammar is None:
+            return ""
+        await self.check(grammar)
+        return grammar
+
+    async def check(self, grammar: str) -> None:
+        """Return if the engine can follow a grammar.
+
+        Raises:
+            RequestError: If it cannot, naming the field that the grammar comes from.
+        """
+        if grammar not in self._good:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._check, grammar)
+            if len(self._good) >= _NUM_KEPT:
+                self._good.popitem(last=False)
+            self._good[str(grammar)] = None
+
+    def _check(self, grammar: str) -> None:
+        error = error_of(grammar)
+        if error.startswith(_NEEDS_TOKENIZER):  # it names special tokens; no others need the 50 MB
+            self._library_tokenizer = self._library_tokenizer or LLTokenizer(self._tokenizer.definition())
+            error = error_of(grammar, self._library_tokenizer)
+        if error:
+            field = grammar.field if isinstance(grammar, Grammar) else "grammar"
+            raise RequestError(f"{field}: {' '.join(error.split())[:_MAX_MESSAGE_CHARS]}", param=field)
+
+
+def error_of(grammar: str, tokenizer: LLTokenizer | None = None) -> str:
+    """Return what is wrong with a grammar, "" if nothing is."""
+    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=_LIMITS)
+    return messages[0] if is_wrong else ""
