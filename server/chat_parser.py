@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from server.reasoning import ReasoningText, ThinkSplitter
+from server.reasoning import MARKERS, ReasoningText, ThinkSplitter
 from server.tool_formats import TEXT
 from server.tool_parser import ToolCallDelta, ToolFormat, ToolParser, ToolText
 
@@ -35,6 +35,11 @@ class ChatParsing:
     reasoning: bool | None = None
     include_reasoning: bool = True
     call_finish: str = "tool_calls"
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Special tokens that must not be skipped."""
+        return frozenset(self.tools.markers) | frozenset(() if self.reasoning is None else MARKERS)
 
     def parser(self) -> "ChatParser":
         """Return a parser for one choice."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from server.chat_settings import REASONING_PARSERS, TOOL_PARSERS
 from server.errors import StartupError
 from shm_transport.strategies import STRATEGIES
 
@@ -25,6 +26,12 @@ class ServeConfig:
     host: str = _option("127.0.0.1", "address to bind; 0.0.0.0 for every interface", "ADDRESS")
     port: int = _option(8000, "port to bind; 0 for a free one", "PORT")
     served_model_name: tuple[str, ...] = _option((), "names for requests to use; responses report the first", "NAME")
+    tool_call_parser: str = _option(
+        "auto", "format of the model's tool calls; auto: by its chat template", choices=TOOL_PARSERS
+    )
+    reasoning_parser: str = _option(
+        "none", "think: <think>...</think> becomes reasoning_content", choices=REASONING_PARSERS
+    )
     chat_template: str | None = _option(None, "a file with a Jinja chat template, or the template itself", "TEMPLATE")
     max_num_queued_reqs: int = _option(2048, "live sequences beyond which new requests get a 503", "N")
     max_stored_responses: int = _option(1024, "responses kept for previous_response_id; 0 keeps none", "N")

@@ -21,6 +21,7 @@ import uvicorn
 from server import model_path
 from server.app import build_app
 from server.async_llm import AsyncLLM
+from server.chat_settings import ChatSettings
 from server.config import ServeConfig
 from server.engine_process import EngineProcess
 from server.errors import ShuttingDownError, StartupError
@@ -120,6 +121,7 @@ def _serving(config: ServeConfig, llm: AsyncLLM, directory_name: str) -> Serving
         version=importlib.metadata.version("ringserve"),
         max_body_bytes=config.max_body_mb * 2**20,
         responses=ResponseStore(config.max_stored_responses),
+        chat=ChatSettings.of(llm.model.chat_template, config.tool_call_parser, config.reasoning_parser),
     )
 
 

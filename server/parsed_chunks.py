@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from server.chat_parser import ChatDelta, ChatParser, ChatParsing
+from server.choices import chat_choice
 from server.chunks import PLAIN, ChatChunks, Shown, StreamIdentity
 from server.json_string import json_string
 from server.outputs import CompletionOutput
@@ -17,7 +18,7 @@ class ParsedChunks:
     An output's logprobs, token ids and usage are its last chunk's.
     """
 
-    def __init__(self, identity: StreamIdentity, parsing: ChatParsing, shown: Shown = PLAIN) -> None:
+    def __init__(self, identity: StreamIdentity, shown: Shown = PLAIN, *, parsing: ChatParsing) -> None:
         self._chunks = ChatChunks(identity, shown)
         self._shown = shown
         self._parsing = parsing
@@ -61,6 +62,14 @@ class ParsedChunks:
     def _before(self, output: CompletionOutput, deltas: list[bytes], usage: bytes) -> bytes:
         bare = CompletionOutput(output.index, "", [], num_tokens=output.num_tokens)
         return b"".join(self._chunks.delta_chunk(bare, delta, usage) for delta in deltas)
+
+
+def parsed_choice(parsing: ChatParsing, output: CompletionOutput, shown: Shown) -> dict[str, Any]:
+    """Return one choice of a whole answer; a ChoiceFormat, once it has its parsing."""
+    choice = chat_choice(output, shown)
+    message, choice["finish_reason"] = parsed_message(output, parsing)
+    choice["message"] |= message
+    return choice
 
 
 def parsed_message(output: CompletionOutput, parsing: ChatParsing) -> tuple[dict[str, Any], str | None]:

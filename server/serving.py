@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from starlette.types import Receive, Scope, Send
 
 from server.async_llm import AsyncLLM
+from server.chat_settings import ChatSettings
 from server.chunks import ChunkFormat, StreamIdentity
 from server.collector import RequestOutputCollector
 from server.errors import ClientGoneError, NotFoundError, ServerError, shown
@@ -32,6 +33,7 @@ class Serving:
     version: str
     max_body_bytes: int
     responses: ResponseStore = field(default_factory=ResponseStore)
+    chat: ChatSettings = field(default_factory=ChatSettings)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:

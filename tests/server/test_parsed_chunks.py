@@ -27,7 +27,7 @@ class CountedLogprobs:
 
 
 def chunks_of(pieces: list[str], shown: Shown = Shown(), parsing: ChatParsing = PARSING, n: int = 1) -> list[Any]:  # noqa: B008
-    form = ParsedChunks(IDENTITY, parsing, shown)
+    form = ParsedChunks(IDENTITY, shown, parsing=parsing)
     data = form.opening(n, b"")
     for number, piece in enumerate(pieces):
         for index in range(n):
