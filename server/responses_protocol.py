@@ -181,7 +181,7 @@ class ResponseRequest(GenerationFields, kw_only=True):
         messages = chat_messages(self.instructions, items)
         return ChatPrompt(messages=[message.to_template(i) for i, message in enumerate(messages)], extra=extra)
 
-    def echo(self, params: SamplingParams) -> dict[str, Any]:
+    def repeated(self, params: SamplingParams) -> dict[str, Any]:
         """Return what the response object repeats of the request, with the values that were used."""
         text, reasoning = self.text or TextConfig(), self.reasoning or ReasoningConfig()
         return {

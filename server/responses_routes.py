@@ -104,7 +104,7 @@ def _events(plan: Plan, prepared: Prepared) -> ResponseEvents:
     serving, body = plan.serving, plan.body
     base = {
         "id": plan.response_id, "object": "response", "created_at": int(time.time()), "model": serving.model_names[0],
-        "store": _is_kept(serving.responses, body), **body.echo(plan.params),
+        "store": _is_kept(serving.responses, body), **body.repeated(plan.params),
     }  # fmt: skip
     return ResponseEvents(
         base,

@@ -12,6 +12,7 @@ from tests.e2e.conftest import RunningServer
 from tests.e2e.test_disconnect import DECODE, PREFILL, send
 
 SYNTHETIC = ("--engine", "synthetic")
+CALLER = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 
 
 @pytest.fixture
@@ -171,14 +172,24 @@ def test_input_tokens_are_those_of_the_response(synthetic, sdk) -> None:
         ({"model": "gpt-9"}, 404, "model"),
         ({"previous_response_id": "resp_none"}, 404, "previous_response_id"),
         ({"background": True}, 400, "background"),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "cat"}}}}, 400, "text.format"),
+        ({"tools": [CALLER, CALLER]}, 400, "tools"),
+        ({"tools": [{**CALLER, "name": "no good"}]}, 400, "tools[0].name"),
+        ({"tool_choice": "required"}, 400, "tool_choice"),
+        ({"tools": [CALLER], "tool_choice": {"type": "function", "name": "g"}}, 400, "tool_choice"),
+        ({"tools": [CALLER], "text": {"format": {"type": "json_object"}}}, 400, "text.format"),
+        ({"tools": [CALLER], "include": ["message.output_text.logprobs"]}, 400, "include"),
+        ({"request_id": "not good"}, 400, "request_id"),
         ({"conversation": "conv_1"}, 400, "conversation"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
 )
 def test_errors_before_the_first_byte_are_real(synthetic, is_streamed, fields, status, param) -> None:
     answer = synthetic.post("/v1/responses", **{"input": "Hi", **fields, "stream": is_streamed})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
-    assert param in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert answer.status_code == status
+    assert error["param"].removesuffix(".schema") == param
+    assert error["message"].startswith(error["param"])
 
 
 def test_truncation_leaves_out_the_oldest_turns_that_do_not_fit(synthetic) -> None:
@@ -258,6 +269,15 @@ def test_a_slow_client_gets_every_token_of_its_response(synthetic, wait) -> None
         line[6:] for line in data.decode().splitlines() if line.startswith('data: {"type":"response.output_text.delta')
     ]
     assert "".join(json.loads(line)["delta"] for line in lines) == expected
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["json", "stream"])
+def test_the_request_id_comes_back_and_is_not_the_responses(synthetic, is_streamed) -> None:
+    body = {"input": "Hi", "max_output_tokens": 2, "stream": is_streamed}
+    answer = synthetic.client.post("/v1/responses", json=body, headers={"X-Request-Id": "mine"})
+    assert answer.headers["x-request-id"] == "mine"
+    assert '"resp_' in answer.text
+    assert "mine" not in answer.text
 
 
 def test_responses_know_no_other_methods(synthetic) -> None:

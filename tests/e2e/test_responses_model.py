@@ -1,8 +1,10 @@
 """/v1/responses with the default model, through the openai SDK as its users call it."""
 
 import asyncio
+import json
 
 import openai
+import pydantic
 import pytest
 
 from tests.e2e.conftest import RunningServer
@@ -104,6 +106,89 @@ def test_a_seed_gives_the_same_response_again(sdk) -> None:
 
     assert text(1) == text(1)
     assert len({text(seed) for seed in (1, 2, 3)}) > 1
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=20)
+    age: int = pydantic.Field(ge=0, le=150)
+
+
+def test_a_parsed_response_is_an_object_of_its_class(sdk) -> None:
+    response = sdk.responses.parse(model=MODEL, input="Tell me of a person.", text_format=Person, temperature=0)
+    assert response.status == "completed"
+    assert isinstance(response.output_parsed, Person)
+    with sdk.responses.stream(model=MODEL, input="Tell me of a person.", text_format=Person, temperature=0) as stream:
+        assert stream.get_final_response().output_parsed == response.output_parsed
+
+
+def test_a_json_object_is_one(sdk) -> None:
+    settings = {"model": MODEL, "temperature": 0, "max_output_tokens": 60}
+    response = sdk.responses.create(input="Hi", text={"format": {"type": "json_object"}}, **settings)
+    assert response.output_text.lstrip().startswith("{")
+    if response.status == "completed":
+        assert isinstance(json.loads(response.output_text), dict)
+
+
+class Weather(pydantic.BaseModel):
+    """Weather of a city."""
+
+    city: str = pydantic.Field(max_length=20)
+
+
+def test_a_required_tool_is_called_and_its_result_goes_back(sdk) -> None:
+    tools = [openai.pydantic_function_tool(Weather)["function"] | {"type": "function"}]
+    settings = {"model": MODEL, "temperature": 0, "max_output_tokens": 100, "tools": tools}
+    question = [{"role": "user", "content": "What is the weather in Paris?"}]
+    first = sdk.responses.create(input=question, tool_choice="required", parallel_tool_calls=False, **settings)
+    (call,) = first.output
+    assert (call.type, call.name, call.status) == ("function_call", "Weather", "completed")
+    assert isinstance(json.loads(call.arguments)["city"], str)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny, 25 degrees"}
+    chained = sdk.responses.create(input=[result], previous_response_id=first.id, tool_choice="none", **settings)
+    whole = sdk.responses.create(input=[*question, *first.output, result], tool_choice="none", **settings)
+    assert chained.output_text == whole.output_text != ""
+    assert chained.usage.input_tokens == whole.usage.input_tokens
+
+
+def test_the_stream_helper_accumulates_a_named_call(sdk) -> None:
+    tools = [openai.pydantic_function_tool(Weather)["function"] | {"type": "function"}]
+    choice = {"type": "function", "name": "Weather"}
+    settings = {"model": MODEL, "temperature": 0, "input": "Weather in Oslo?", "tools": tools, "tool_choice": choice}
+    whole = sdk.responses.create(**settings)
+    with sdk.responses.stream(**settings) as stream:
+        events = list(stream)
+        (call,) = stream.get_final_response().output
+    assert (call.name, call.arguments) == ("Weather", whole.output[0].arguments)
+    deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    assert deltas[-1].snapshot == call.arguments
+    assert len(deltas) > 1
+
+
+def test_logprobs_are_those_of_a_chat(sdk) -> None:
+    include, settings = ["message.output_text.logprobs"], {"model": MODEL, "temperature": 0}
+    response = sdk.responses.create(input=QUESTION, include=include, top_logprobs=2, **settings)
+    message = {"role": "user", "content": QUESTION}
+    chat = sdk.chat.completions.create(messages=[message], logprobs=True, top_logprobs=2, **settings)
+    entries = response.output[0].content[0].logprobs
+    expected = chat.choices[0].logprobs.content
+    assert [(entry.token, entry.bytes) for entry in entries] == [(entry.token, entry.bytes) for entry in expected]
+    assert [entry.logprob for entry in entries] == pytest.approx([entry.logprob for entry in expected], abs=1e-4)
+    assert all(len(entry.top_logprobs) == 2 for entry in entries)
+    stream = sdk.responses.create(input=QUESTION, include=include, top_logprobs=2, stream=True, **settings)
+    deltas = [event for event in stream if event.type == "response.output_text.delta"]
+    told = [entry.token for event in deltas for entry in event.logprobs]
+    assert told == [entry.token for entry in entries][: len(told)]
+    assert len(told) >= len(entries) - 1  # the end of the turn has no text to come with
+
+
+def test_cached_prompt_tokens_are_counted_in_both_modes(sdk) -> None:
+    text = "Tell me about rivers. " * 30
+    settings = {"model": MODEL, "input": text, "max_output_tokens": 2, "temperature": 0}
+    sdk.responses.create(**settings)
+    whole = sdk.responses.create(**settings)
+    *_, last = sdk.responses.create(stream=True, **settings)
+    assert whole.usage.input_tokens_details.cached_tokens > 0
+    assert last.response.usage == whole.usage
 
 
 def test_the_sdk_sees_errors_as_its_own(sdk) -> None:

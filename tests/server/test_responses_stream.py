@@ -39,7 +39,7 @@ def response_events(
     parser: TextParser | None = None, logprobs: ChatLogprobs | None = None
 ) -> tuple[ResponseEvents, list[bytes]]:
     ended: list[bytes] = []
-    base = {**HEAD, **ResponseRequest(input="Hi").echo(SamplingParams())}
+    base = {**HEAD, **ResponseRequest(input="Hi").repeated(SamplingParams())}
     events = ResponseEvents(base, parser or PlainParser(), num_prompt_tokens=5, on_end=ended.append, logprobs=logprobs)
     return events, ended
 
