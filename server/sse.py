@@ -52,6 +52,7 @@ class EventStream:
         include_usage: Send a usage chunk before [DONE].
         continuous_usage: Send usage in every chunk too.
         ending: What it ends with.
+        cached_tokens: Returns how many tokens of all prompts were cached, once the stream has ended.
         headers: Of the response, beside those of every event stream.
     """
 
@@ -65,6 +66,7 @@ class EventStream:
         include_usage: bool = False,
         continuous_usage: bool = False,
         ending: Ending = DONE_ENDING,
+        cached_tokens: Callable[[], int | None] = lambda: None,
         headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         self._sink = sink
@@ -76,6 +78,7 @@ class EventStream:
         self._completion_tokens = [0] * num_choices
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage and include_usage
+        self._cached_tokens = cached_tokens
         self._headers = [*SSE_HEADERS, *headers]
         self._is_open = False
         self._is_finished = False
@@ -143,7 +146,7 @@ class EventStream:
     def _finish(self, data: bytes) -> None:
         self._is_finished = True
         if self._include_usage:
-            total = Usage(sum(self._prompt_tokens), sum(self._completion_tokens))
+            total = Usage(sum(self._prompt_tokens), sum(self._completion_tokens), self._cached_tokens())
             data += self._form.usage(total.to_json())
         if not self._is_open:
             self._open()
