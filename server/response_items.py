@@ -36,9 +36,14 @@ class _FunctionCallOutput(msgspec.Struct):
     id: str | None = None
 
 
+class _ReasoningText(msgspec.Struct):
+    type: Literal["summary_text", "reasoning_text"]
+    text: str
+
+
 class _Reasoning(msgspec.Struct):
-    summary: list[Any] = []
-    content: list[Any] | None = None
+    summary: list[_ReasoningText] = []
+    content: list[_ReasoningText] | None = None
     id: str | None = None
 
 
@@ -122,8 +127,8 @@ def _normalize_item(item: Any, where: str) -> Item:
         }  # fmt: skip
     if kind == "reasoning":
         reasoning = _convert(item, _Reasoning, where)
-        content = reasoning.content or []
-        return {"id": reasoning.id or new_id("rs"), "type": kind, "summary": reasoning.summary, "content": content}
+        parts = msgspec.to_builtins({"summary": reasoning.summary, "content": reasoning.content or []})
+        return {"id": reasoning.id or new_id("rs"), "type": kind, **parts}
     raise RequestError(
         f"{where}.type is {shown(kind)}: this server has message, function_call, function_call_output and reasoning",
         param="input",

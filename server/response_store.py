@@ -96,6 +96,6 @@ class ResponseStore:
         return True
 
 
-def stored_response(response: bytes, items: list[dict[str, Any]]) -> StoredResponse:
-    """Return a response, encoded already, with the items that it was generated from."""
-    return StoredResponse(response, _encode(items))
+def encode_items(items: list[dict[str, Any]]) -> bytes:
+    """Return items as a StoredResponse has them."""
+    return _encode(items)

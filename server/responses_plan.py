@@ -2,15 +2,16 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
 
 from server.chat_parser import ChatParsing
 from server.errors import NotFoundError, RequestError, shown
 from server.input_processor import GenerateRequest, ProcessedRequest
 from server.outputs import OutputKind
 from server.response_items import Item, new_id, normalize, turn_starts
-from server.response_store import ResponseStore
+from server.response_store import ResponseStore, encode_items
 from server.responses_protocol import LOGPROBS, ResponseRequest
 from server.sampling_params import SamplingParams
 from server.serving import Serving
@@ -18,6 +19,10 @@ from server.tools import ToolUse
 
 # What the input processor's errors call a field, and what this endpoint does.
 _FIELD_NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
+_INLINE_ITEMS = 128  # more are processed on a thread: so many take about half a millisecond
+_BYTES_PER_ITEM = 512
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +31,7 @@ class Plan:
 
     Attributes:
         items: All that the response is generated from: the previous responses' items, then the request's.
+        stored_items: The same, encoded, for the store; None: the response is not to be stored.
         params: What it asks for; a grammar and the parser's markers come with the prompt.
         grammar: Of `text.format`, or of vLLM's fields; "" for plain text.
         use: What it wants of its tools.
@@ -35,6 +41,7 @@ class Plan:
     body: ResponseRequest
     response_id: str
     items: list[Item]
+    stored_items: bytes | None
     params: SamplingParams
     grammar: str
     use: ToolUse | None
@@ -49,17 +56,15 @@ class Prepared:
 
 
 async def make_plan(serving: Serving, body: ResponseRequest) -> Plan:
-    """Check a request, and find what it builds on.
+    """Find what a checked request builds on.
 
     Raises:
         RequestError: Naming the field that is wrong.
-        NotFoundError: If there is no such model or previous response.
+        NotFoundError: If there is no such previous response.
     """
-    serving.check_model(body.model)
-    body.check()
     with _own_field_names():
         params, use = body.params(serving.llm.model.sampling_defaults), body.tool_use()
-    items = _conversation(serving.responses, body)
+    items = await _conversation(serving.responses, body)
     grammar = await _grammar(serving, body)
     if grammar and use is not None and use.mode == "auto":
         raise RequestError(
@@ -67,9 +72,12 @@ async def make_plan(serving: Serving, body: ResponseRequest) -> Plan:
             "tool_choice to none or required",
             param="text.format",
         )
+    is_stored = serving.responses.is_enabled and body.store is not False
+    stored_items = await _on_thread(len(items), encode_items, items) if is_stored else None
     return Plan(
-        serving=serving, body=body, response_id=new_id("resp"), items=items, params=params, grammar=grammar, use=use
-    )
+        serving=serving, body=body, response_id=new_id("resp"), items=items, stored_items=stored_items, params=params,
+        grammar=grammar, use=use,
+    )  # fmt: skip
 
 
 async def prepare(plan: Plan) -> Prepared:
@@ -101,15 +109,23 @@ def not_found(response_id: str, name: str) -> NotFoundError:
     )
 
 
-def _conversation(store: ResponseStore, body: ResponseRequest) -> list[Item]:
+async def _conversation(store: ResponseStore, body: ResponseRequest) -> list[Item]:
     """Return all items that the response is generated from: the previous responses', then the request's."""
-    items = normalize(body.input)
+    num_given = len(body.input) if isinstance(body.input, list) else 1
+    items = await _on_thread(num_given, normalize, body.input)
     if body.previous_response_id is None:
         return items
     previous = store.get(body.previous_response_id)
     if previous is None:
         raise not_found(body.previous_response_id, "previous_response_id")
-    return previous.conversation() + items
+    return await _on_thread(previous.num_bytes // _BYTES_PER_ITEM, previous.conversation) + items
+
+
+async def _on_thread(num_items: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Do what grows with a conversation: here if it is short, else where it holds nobody up."""
+    if num_items <= _INLINE_ITEMS:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 async def _grammar(serving: Serving, body: ResponseRequest) -> str:
@@ -122,7 +138,8 @@ async def _grammar(serving: Serving, body: ResponseRequest) -> str:
 async def _prepare_from(plan: Plan, start: int) -> Prepared:
     """Render, tokenize and validate the items from number `start` on."""
     serving, body, use = plan.serving, plan.body, plan.use
-    prompt = serving.chat.prompt(body.chat_prompt(plan.items[start:]), use)
+    items = plan.items[start:]
+    prompt = serving.chat.prompt(await _on_thread(len(items), body.chat_prompt, items), use)
     text = await serving.llm.input_processor.render_chat(prompt)
     parsing = serving.chat.parsing(use, text, include_reasoning=body.include_reasoning is not False)
     if parsing is not None and body.wants_logprobs:

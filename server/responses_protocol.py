@@ -185,7 +185,7 @@ class ResponseRequest(GenerationFields, kw_only=True):
         """Return what the response object repeats of the request, with the values that were used."""
         text, reasoning = self.text or TextConfig(), self.reasoning or ReasoningConfig()
         return {
-            "background": False, "error": None, "incomplete_details": None, "instructions": self.instructions,
+            "background": False, "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens, "max_tool_calls": self.max_tool_calls,
             "metadata": self.metadata or {}, "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": self.previous_response_id, "prompt_cache_key": self.prompt_cache_key,

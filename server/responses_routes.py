@@ -17,7 +17,7 @@ from server.json_response import JsonResponse
 from server.logprob_format import ChatLogprobs
 from server.request_body import read_body
 from server.request_id import HEADER, request_id
-from server.response_store import ResponseStore, StoredResponse, stored_response
+from server.response_store import StoredResponse
 from server.responses_plan import Plan, Prepared, make_plan, not_found, prepare
 from server.responses_protocol import ResponseRequest, deleted, item_list
 from server.responses_stream import PlainParser, ResponseEvents
@@ -29,10 +29,11 @@ _MAX_LISTED = 100
 
 async def create(request: Request) -> ASGIApp:
     """POST /v1/responses."""
-    plan = await _plan(request)
-    serving, body = plan.serving, plan.body
+    serving: Serving = request.app.state.serving
+    body = await _read(request)
     name = request_id(request, body.request_id)
     serving.llm.check_admission(1)
+    plan = await make_plan(serving, body)
     prepared = await prepare(plan)
     events = _events(plan, prepared)
     if body.stream:
@@ -45,7 +46,7 @@ async def create(request: Request) -> ASGIApp:
 
 async def count_input_tokens(request: Request) -> ASGIApp:
     """POST /v1/responses/input_tokens: what a request's input would count for, without running it."""
-    prepared = await prepare(await _plan(request))
+    prepared = await prepare(await make_plan(request.app.state.serving, await _read(request)))
     count = len(prepared.request.prompt_token_ids)
     return JsonResponse({"object": "response.input_tokens", "input_tokens": count})
 
@@ -95,16 +96,19 @@ RESPONSES_ROUTES = [
 ]
 
 
-async def _plan(request: Request) -> Plan:
+async def _read(request: Request) -> ResponseRequest:
     serving: Serving = request.app.state.serving
-    return await make_plan(serving, await read_body(request, ResponseRequest, serving.max_body_bytes))
+    body = await read_body(request, ResponseRequest, serving.max_body_bytes)
+    serving.check_model(body.model)
+    body.check()
+    return body
 
 
 def _events(plan: Plan, prepared: Prepared) -> ResponseEvents:
     serving, body = plan.serving, plan.body
     base = {
         "id": plan.response_id, "object": "response", "created_at": int(time.time()), "model": serving.model_names[0],
-        "store": _is_kept(serving.responses, body), **body.repeated(plan.params),
+        "store": plan.stored_items is not None, **body.repeated(plan.params),
     }  # fmt: skip
     return ResponseEvents(
         base,
@@ -115,13 +119,9 @@ def _events(plan: Plan, prepared: Prepared) -> ResponseEvents:
     )
 
 
-def _is_kept(store: ResponseStore, body: ResponseRequest) -> bool:
-    return store.is_enabled and body.store is not False
-
-
 def _keep(plan: Plan, response: bytes) -> None:
-    if _is_kept(plan.serving.responses, plan.body):
-        plan.serving.responses.put(plan.response_id, stored_response(response, plan.items))
+    if plan.stored_items is not None:
+        plan.serving.responses.put(plan.response_id, StoredResponse(response, plan.stored_items))
 
 
 def _stored(request: Request) -> StoredResponse:

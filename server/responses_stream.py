@@ -217,7 +217,7 @@ class ResponseEvents:
         logprobs: ChatLogprobs | None = None,
     ) -> None:
         self.response = b""  # encoded, once it has ended
-        self._base = base
+        self._head = one_line(_encode(base))[:-1]  # of the response object, encoded here: not on the way of tokens
         self._parser = parser
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = 0
@@ -331,15 +331,21 @@ class ResponseEvents:
         self.response = response
         self._on_end(response)
 
-    def _response(self, status: str, output: list[Item], **fields: Any) -> bytes:
+    def _response(
+        self,
+        status: str,
+        output: list[Item],
+        *,
+        error: dict[str, str] | None = None,
+        incomplete_details: dict[str, str] | None = None,
+    ) -> bytes:
         """Return the response object as it is now, on one line."""
         has_ended = status != "in_progress"
-        response = {
-            **self._base, "status": status, "output": output,
-            "completed_at": int(time.time()) if status == "completed" else None,
-            "usage": self._usage() if has_ended else None, **fields,
+        rest = {
+            "status": status, "output": output, "completed_at": int(time.time()) if status == "completed" else None,
+            "usage": self._usage() if has_ended else None, "error": error, "incomplete_details": incomplete_details,
         }  # fmt: skip
-        return one_line(_encode(response))
+        return b"%b,%b" % (self._head, one_line(_encode(rest))[1:])
 
     def _usage(self) -> dict[str, Any]:
         num_cached = sum(prompt.num_cached_tokens for prompt in self._prompts)

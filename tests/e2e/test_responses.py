@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from typing import Any
 
 import httpx
@@ -278,6 +279,40 @@ def test_the_request_id_comes_back_and_is_not_the_responses(synthetic, is_stream
     assert answer.headers["x-request-id"] == "mine"
     assert '"resp_' in answer.text
     assert "mine" not in answer.text
+
+
+def test_a_long_conversation_does_not_hold_the_others_up(synthetic) -> None:
+    data = json.dumps({"input": [{"role": "user", "content": "a"}] * 60_000, "max_output_tokens": 1}).encode()
+    head = "POST /v1/responses HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
+    gaps = []
+    with socket.create_connection(("127.0.0.1", synthetic.port), timeout=60) as client:
+        client.sendall(head.encode() + data)
+        client.settimeout(0)
+        while True:
+            started = time.monotonic()
+            assert synthetic.client.get("/health").status_code == 200
+            gaps.append(time.monotonic() - started)
+            try:
+                received = client.recv(1000)
+                break
+            except BlockingIOError:
+                continue
+    assert received.startswith(b"HTTP/1.1 400 ")  # more than the context holds
+    print(f"worst gap of /health {max(gaps) * 1000:.0f} ms")
+    assert max(gaps) < 5 * 0.1
+
+
+def test_nested_json_without_end_is_an_error_of_the_client_or_harmless(synthetic) -> None:
+    for depth in (500, 950, 5000):
+        parameters = '{"properties":' * depth + "{}" + "}" * depth
+        tool = '{"type":"function","name":"f","parameters":' + parameters + "}"
+        raw = f'{{"input":"Hi","max_output_tokens":2,"tool_choice":"none","stream":true,"tools":[{tool}]}}'
+        answer = synthetic.client.post("/v1/responses", content=raw, headers={"content-type": "application/json"})
+        assert answer.status_code in (200, 400)
+        if answer.status_code == 200:
+            assert "event: response.incomplete" in answer.text
+    assert create(synthetic)["status"] == "incomplete"
 
 
 def test_responses_know_no_other_methods(synthetic) -> None:

@@ -3,7 +3,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.response_store import ResponseStore, StoredResponse, stored_response
+from server.response_store import ResponseStore, StoredResponse, encode_items
 
 
 def stored(num_bytes: int = 10) -> StoredResponse:
@@ -13,7 +13,7 @@ def stored(num_bytes: int = 10) -> StoredResponse:
 def test_a_response_comes_back_as_it_was_put() -> None:
     store = ResponseStore()
     response = json.dumps({"id": "resp_1", "output": [{"type": "message", "id": "msg_2"}]}).encode()
-    store.put("resp_1", stored_response(response, [{"type": "message", "id": "msg_1"}]))
+    store.put("resp_1", StoredResponse(response, encode_items([{"type": "message", "id": "msg_1"}])))
     found = store.get("resp_1")
     assert found is not None
     assert found.response == response
