@@ -63,7 +63,10 @@ async def chat_completions(request: Request) -> ASGIApp:
     parsing = serving.chat.parsing(use, text, include_reasoning=body.include_reasoning is not False)
     if parsing is None:
         return await _answer(request, body, _CHAT, params, prompts)
-    params = replace(params, shown_special_tokens=parsing.markers)
+    grammar = ""
+    if use is not None and use.is_forced:
+        grammar = await asyncio.to_thread(use.grammar, parsing.reasoning)
+    params = replace(params, shown_special_tokens=parsing.markers, grammar=grammar)
     return await _answer(request, body, _parsed_chat(parsing), params, prompts)
 
 
@@ -117,7 +120,7 @@ async def _answer(
     serving: Serving = request.app.state.serving
     name = request_id(request, body.request_id)
     identity = serving.identity(f"{endpoint.id_prefix}-{name}")
-    if grammar := await serving.llm.input_processor.grammars.find(body):
+    if not params.grammar and (grammar := await serving.llm.input_processor.grammars.find(body)):
         params = replace(params, grammar=grammar)
     requests = await _process(serving, body, identity.response_id, params, prompts)
     names = _names(serving, body)

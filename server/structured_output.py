@@ -56,6 +56,17 @@ def from_json_schema(schema: Any, *, field: str = "json_schema", **whitespace: A
     return _named(LLMatcher.grammar_from_json_schema(prepared, overrides=options), field)  # type: ignore[arg-type]
 
 
+def json_rule(schema: dict[str, Any], *, field: str) -> str:
+    """Return a schema as an expression of Lark's notation, for JSON with the spaces that json.dumps writes.
+
+    Raises:
+        RequestError: If the schema holds what cannot be followed exactly.
+    """
+    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    options = {"json_allowed_escapes": _ESCAPES, **spaces}
+    return f"%json {msgspec.json.encode(json_schema.prepare(schema, field) | {'x-guidance': options}).decode()}"
+
+
 def json_object(*, field: str = "json_object", **whitespace: Any) -> Grammar:
     """Return the grammar of all JSON objects; arguments as from_json_schema."""
     return from_json_schema({"type": "object"}, field=field, **whitespace)
@@ -145,9 +156,7 @@ def _read_response_format(value: Any, field: str) -> Grammar | None:
         if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
             raise RequestError(f"{field} has no json_schema.schema that is an object", param=field)
         return from_json_schema(named["schema"], field=field)
-    raise RequestError(
-        f"{field} is {shown(value)}: its type must be text, json_object or json_schema", param=field
-    )
+    raise RequestError(f"{field} is {shown(value)}: its type must be text, json_object or json_schema", param=field)
 
 
 def _read_structured_outputs(value: Any, field: str) -> Grammar | None:

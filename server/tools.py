@@ -4,7 +4,6 @@ A call that tool_choice forces (required, or a named function) is written under 
 no model can miss: a list of {"name": ..., "parameters": ...}, or the arguments alone.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,13 +11,13 @@ from typing import Any, Literal
 import msgspec
 
 from server.errors import RequestError, shown
+from server.structured_output import MAX_GRAMMAR_BYTES, Grammar, json_rule
 from server.tool_formats import NAMED, REQUIRED, TEXT
 from server.tool_parser import ToolFormat
 
 MAX_TOOLS = 128
 MAX_FORCED_CALLS = 16  # in one answer: a model that likes lists would not end its list
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes it
 _OPEN_ENDED = ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref")
 
 
@@ -121,11 +120,14 @@ class ToolUse:
         """Return `tools` as chat templates expect them."""
         return [_shown_to_model(function) for function in self.functions]
 
-    def grammar(self, reasoning: bool | None) -> str:
+    def grammar(self, reasoning: bool | None) -> Grammar:
         """Return the grammar of a forced call, in llguidance's Lark; each schema is a document with refs of its own.
 
         Args:
             reasoning: None: there is none; False: the model may think before it calls; True: the prompt begins that.
+
+        Raises:
+            RequestError: If a schema cannot be followed, or they are too long.
         """
         thought = {None: "", False: "thought? ", True: "thought "}[reasoning]
         rules = [f"start: {thought}{'parameters_0' if self.mode == 'named' else 'calls'}"]
@@ -137,8 +139,12 @@ class ToolUse:
             calls = [f"call_{i}" for i in range(len(self.functions))]
             rules += [f'calls: "[" call {more}"]"', f"call: {' | '.join(calls)}"]
             rules += [_call_rule(i, function.name) for i, function in enumerate(self.functions)]
-        rules += [f"parameters_{i}: %json {_schema(function)}" for i, function in enumerate(self.functions)]
-        return "\n".join(rules)
+        rules += [_parameters_rule(i, function) for i, function in enumerate(self.functions)]
+        grammar = Grammar("\n".join(rules))
+        if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
+            raise RequestError(f"tools make a grammar of more than {MAX_GRAMMAR_BYTES} bytes", param="tools")
+        grammar.field = "tools"
+        return grammar
 
     def told(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages for a template that knows no tools: the functions in the system's turn, calls as text."""
@@ -150,7 +156,7 @@ class ToolUse:
         return [{"role": "system", "content": text}, *messages]
 
     def _instructions(self) -> str:
-        functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in self.for_template())
+        functions = "\n".join(_encode(tool["function"]) for tool in self.for_template())
         if self.mode == "named":
             how = f"Call {self.functions[0].name}: answer with nothing but its arguments, a JSON object."
         elif self.mode == "required":
@@ -225,13 +231,12 @@ def _call_rule(index: int, name: str) -> str:
     return f'call_{index}: "{{\\"name\\": \\"{name}\\", \\"parameters\\": " parameters_{index} "}}"'
 
 
-def _schema(function: FunctionDefinition) -> str:
-    """Return the schema of the arguments. Where it lists properties, a forced call has these alone."""
+def _parameters_rule(index: int, function: FunctionDefinition) -> str:
+    """Return the rule of a function's arguments. Where their schema lists properties, a forced call has these alone."""
     schema = {"type": "object", **(function.parameters or {"properties": {}})}
     if "properties" in schema and not any(name in schema for name in _OPEN_ENDED):
         schema["additionalProperties"] = False
-    schema["x-guidance"] = _SPACED
-    return msgspec.json.encode(schema).decode()
+    return f"parameters_{index}: {json_rule(schema, field='tools')}"
 
 
 def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -244,6 +249,10 @@ def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(function, dict):
             raise RequestError(f"messages has a tool call {shown(call)}: it has no function", param="messages")
         arguments = function.get("arguments", "{}")
-        raw = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        texts.append(f'<tool_call>{{"name": {json.dumps(function.get("name"))}, "arguments": {raw}}}</tool_call>')
+        raw = arguments if isinstance(arguments, str) else _encode(arguments)
+        texts.append(f'<tool_call>{{"name": {_encode(function.get("name"))}, "arguments": {raw}}}</tool_call>')
     return {**message, "content": "\n".join(texts)}
+
+
+def _encode(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

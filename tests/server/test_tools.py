@@ -2,6 +2,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from server.errors import RequestError
 from server.tool_formats import FORMATS, NAMED, REQUIRED, TEXT
@@ -117,9 +118,9 @@ def test_a_template_without_tools_has_them_in_the_system_s_turn() -> None:
     system, same, told = certain().told([user, turn])
     assert same == user
     assert system["role"] == "system"
-    assert '"name": "add"' in system["content"]
+    assert '"name":"add"' in system["content"]
     assert "<tool_call>" in system["content"]
-    assert told["content"] == '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+    assert told["content"] == '<tool_call>{"name": "add", "arguments": {"a":2}}</tool_call>'
     (joined, _) = certain("required").told([{"role": "system", "content": "Be brief."}, user])
     assert joined["content"].startswith("Be brief.\n\n")
     assert "JSON list" in joined["content"]
@@ -148,8 +149,43 @@ def test_a_schema_that_is_open_by_its_own_words_stays_open() -> None:
         assert '"additionalProperties":false' not in certain("required", tools=tools).grammar(None)
 
 
-@pytest.mark.parametrize(("reasoning", "start"), [(False, "thought? calls"), (True, "thought calls")])
-def test_a_forced_call_may_come_after_a_thought(reasoning: bool, start: str) -> None:
-    grammar = certain("required").grammar(reasoning)
-    assert grammar.startswith(f"start: {start}\n")
-    assert ('"<think>"' in grammar) is not reasoning
+def admits(grammar: str, text: str) -> bool:
+    """Whether a grammar admits a text as a whole, by the library that the engine asks."""
+    tokenizer = LLTokenizer("byte")
+    matcher = LLMatcher(tokenizer, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.tokenize_str(text)
+    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+
+CALLS = '[{"name": "add", "parameters": {"a": 1}}, {"name": "now", "parameters": {}}]'
+THOUGHTS = {
+    "": (True, True, False),
+    "<think>a </thin\n</think>\n\n": (False, True, True),
+    "a</think>": (False, False, True),
+}
+
+
+@pytest.mark.parametrize("thought", list(THOUGHTS))
+def test_a_forced_call_may_come_after_a_thought(thought: str) -> None:
+    use, named_add = certain("required"), certain(named("add"))
+    for reasoning, is_admitted in zip((None, False, True), THOUGHTS[thought], strict=True):
+        assert admits(use.grammar(reasoning), thought + CALLS) == is_admitted
+        assert admits(named_add.grammar(reasoning), thought + '{"a": 1}') == is_admitted
+
+
+@pytest.mark.parametrize(
+    "calls",
+    ["[]", "", "{}", '[{"name": "sub", "parameters": {}}]', '[{"name": "add", "parameters": {"a": "1"}}]',
+     '[{"name": "now", "parameters": {"a": 1}}]', CALLS[:-1], "ok"],
+)  # fmt: skip
+def test_nothing_else_is_a_forced_call(calls: str) -> None:
+    assert not admits(certain("required").grammar(None), calls)
+
+
+def test_a_schema_that_cannot_be_followed_is_refused_when_its_call_is_forced() -> None:
+    for parameters in ({"properties": {"a": {"divisibleBy": 2}}}, {"description": "x" * 300_000}):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        with pytest.raises(RequestError) as caught:
+            certain("required", tools=tools).grammar(None)
+        assert caught.value.param == "tools"
