@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -161,7 +162,7 @@ def measure(name: str, tokenizer_json: Path, *, num_schemas: int) -> dict[str, A
     refused = []
     for schema in all_schemas()[:num_schemas]:
         try:
-            matcher = timed(lambda text=json.dumps(schema): library.compile(text), times["compile"])
+            matcher = timed(partial(library.compile, json.dumps(schema)), times["compile"])
         except Exception as exc:  # each library has errors of its own
             refused.append([json.dumps(schema)[:200], str(exc)[:200]])
             continue
@@ -178,16 +179,16 @@ def _walk(library: Library, matcher: Any, times: dict[str, list[float]]) -> None
     """Follow a schema for 40 tokens, chosen at random among those admitted."""
     rng = np.random.default_rng(0)
     for _ in range(40):
-        mask = timed(lambda: library.mask(matcher), times["mask"])
+        mask = timed(partial(library.mask, matcher), times["mask"])
         bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8).ravel(), bitorder="little")
         bits[EOS] = 0
         admitted = bits.nonzero()[0]
         if not len(admitted):
             return
         token_id = int(rng.choice(admitted))
-        if not timed(lambda: library.consume(matcher, token_id), times["consume"]):
+        if not timed(partial(library.consume, matcher, token_id), times["consume"]):
             return
-        timed(lambda: library.copy(matcher), times["copy"])
+        timed(partial(library.copy, matcher), times["copy"])
 
 
 def _judge(library: Library, tokenizer: Any, schema: dict[str, Any], text: str, is_good: bool) -> str:

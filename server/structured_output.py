@@ -3,10 +3,10 @@
 Knows the fields: OpenAI's response_format, vLLM's structured_outputs and the older guided_*. Knows no engine.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import msgspec
 from llguidance import LLMatcher, grammar_from
 
 from server import json_schema
@@ -145,9 +145,7 @@ def _read_response_format(value: Any, field: str) -> Grammar | None:
         if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
             raise RequestError(f"{field} has no json_schema.schema that is an object", param=field)
         return from_json_schema(named["schema"], field=field)
-    raise RequestError(
-        f"{field} is {shown(value)}: its type must be text, json_object or json_schema", param=field
-    )
+    raise RequestError(f"{field} is {shown(value)}: its type must be text, json_object or json_schema", param=field)
 
 
 def _read_structured_outputs(value: Any, field: str) -> Grammar | None:
@@ -199,4 +197,5 @@ def _text(value: Any, field: str) -> str:
 
 
 def _quote(text: str) -> str:
-    return msgspec.json.encode(text).decode()
+    """Return a text as Lark writes it: like JSON, in ASCII without control characters."""
+    return json.dumps(text).replace("\x7f", r"\u007f")
