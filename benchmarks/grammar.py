@@ -2,6 +2,8 @@
 
     python -m benchmarks.grammar [--quick] [--json PATH]
 
+Then the kept one in the engine: what a step's masks cost by rows with a grammar, and what rows without one pay.
+
 Each library in a process of its own. Import and tokenizer: wall time and resident memory. Then for each of the schemas
 of tests/schemas.py: the time to compile it anew, whether it was refused, and along a text that the schema admits the
 time of each token's mask, of consuming it, and of a copy of the matcher. Last, the same texts against a validator: a
@@ -201,6 +203,44 @@ def _judge(library: Library, tokenizer: Any, schema: dict[str, Any], text: str, 
     return "right" if admits == is_good else "WRONG"
 
 
+def measure_masks(tokenizer_json: Path, *, num_rounds: int) -> dict[str, Any]:
+    """Time a step's masks on random logits: of 1 to 64 rows that all, or that none of them, follow a grammar."""
+    import torch
+
+    from tokenizers import Tokenizer
+
+    from engine.grammar import GrammarCompiler
+    from engine.grammar_mask import apply_grammars_
+    from engine.request import Request
+    from engine.sampler import sample
+    from shm_transport.messages import AddRequest
+
+    def request(handle: int) -> Request:
+        return Request(AddRequest(handle=handle, prompt_token_ids=np.ones(1, np.int32), max_tokens=99), queued_ns=0)
+
+    torch.set_num_threads(1)
+    compiler = GrammarCompiler(tokenizer_json, VOCAB_SIZE)
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    grammar = compiler.compile(json.dumps({"grammars": [{"json_schema": schema}]})).result()
+    tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    inside = tokenizer.encode('{"name": "Al', add_special_tokens=False).ids  # where nearly all tokens may come
+    results = {}
+    for num_rows in (1, 8, 64):
+        plain, matched = ([request(row) for row in range(num_rows)] for _ in range(2))
+        for each in matched:
+            each.matcher = grammar.matcher(each.params)
+            for token_id in inside:
+                each.matcher.consume(token_id)
+        logits = torch.randn(num_rows, VOCAB_SIZE)
+        times: dict[str, list[float]] = {"all": [], "none": [], "sampling": []}
+        for _ in range(num_rounds):
+            timed(partial(apply_grammars_, logits.clone(), matched), times["all"])
+            timed(partial(apply_grammars_, logits.clone(), plain), times["none"])
+            timed(partial(sample, logits.clone(), plain), times["sampling"])
+        results[str(num_rows)] = {f"{what}_us": report.percentiles(values) for what, values in times.items()}
+    return results
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", choices=LIBRARIES, help=argparse.SUPPRESS)
@@ -223,6 +263,11 @@ def main() -> int:
         ).stdout
         results[name] = json.loads(output[output.index("{") :])
         _print(name, results[name])
+    masks = measure_masks(tokenizer_json, num_rounds=50 if arguments.quick else 500)
+    for num_rows, result in masks.items():
+        p50 = {what: result[f"{what}_us"]["p50"] for what in ("all", "none", "sampling")}
+        print(f"{num_rows} rows: " + ", ".join(f"{what} {us:.1f} us" for what, us in p50.items()))
+    results["masks_by_rows"] = masks
     if arguments.json is not None:
         report.save(arguments.json, "grammar", results, [])
     return 0

@@ -63,8 +63,8 @@ def test_a_value_that_asks_for_nothing_is_taken(name: str, value: Any) -> None:
     ("name", "value"),
     [("best_of", True), ("best_of", 2), ("audio", {}), ("prompt_embeds", "x"), ("tools", [{}]),
      ("length_penalty", 2.0), ("thinking_token_budget", 5), ("web_search_options", {}), ("vllm_xargs", {"a": 1}),
-     ("tool_choice", "required"), ("response_format", {"type": "json_object"}), ("suffix", "x"),
-     ("guided_json", {}), ("use_beam_search", True), ("structured_outputs", "")],
+     ("tool_choice", "required"), ("structural_tag", {"x": 1}), ("suffix", "x"),
+     ("guided_whitespace_pattern", "x"), ("use_beam_search", True)],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=f"^{name} is .* does not support") as caught:
