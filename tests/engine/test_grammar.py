@@ -159,7 +159,9 @@ def test_rows_without_a_grammar_get_what_they_get_alone(driver: Any, hashed_toke
     assert re.fullmatch("[0-9]{12}", text_of(driver.tokens[2]))
 
 
-@pytest.mark.parametrize("grammar", ["start: /(/", "nonsense", "{}", 'start: "a" other', '{"grammars": [{"json_schema": 3}]}'])
+@pytest.mark.parametrize(
+    "grammar", ["start: /(/", "nonsense", "{}", 'start: "a" other', '{"grammars": [{"json_schema": 3}]}']
+)
 def test_a_grammar_that_does_not_compile_ends_its_request_alone(grammar: str, driver: Any) -> None:
     driver.add(1, [3], max_tokens=9)
     driver.add(2, [3], grammar=grammar, forks=(Fork(3, 3),))
@@ -202,7 +204,7 @@ class SlowCompiler:
     def __init__(self) -> None:
         self.future: Future[CompiledGrammar] = Future()
 
-    def compile(self, text: str) -> "Future[CompiledGrammar]":
+    def compile(self, _: str) -> "Future[CompiledGrammar]":
         return self.future
 
 
@@ -355,7 +357,7 @@ def test_random_mixes_of_grammars_forks_aborts_and_preemption_hold_every_grammar
     for handle in range(0, 120, 4):
         pattern = rng.choice([*patterns, ""])
         forks = tuple(Fork(handle + n, handle + n) for n in range(1, rng.choice([1, 1, 3])))
-        chosen |= {number: pattern for number in (handle, *(fork.handle for fork in forks))}
+        chosen |= dict.fromkeys((handle, *(fork.handle for fork in forks)), pattern)
         driver.add(
             handle, [rng.randrange(32) for _ in range(rng.randint(1, 12))], grammar=pattern and regex(pattern),
             max_tokens=rng.choice([3, 12, 24]), temperature=rng.choice([0.0, 1.0]), seed=handle, eos_token_id=END,
