@@ -158,5 +158,10 @@ class TextScanner:
 
     def _num_open(self, marker: str) -> int:
         """Return how many characters at the end may be the beginning of the marker."""
-        longest = min(len(marker) - 1, len(self._text) - self._at)
-        return next((size for size in range(longest, 0, -1) if self._text.endswith(marker[:size])), 0)
+        text = self._text
+        at = text.find(marker[0], max(self._at, len(text) - len(marker) + 1))
+        while at >= 0:
+            if marker.startswith(text[at:]):
+                return len(text) - at
+            at = text.find(marker[0], at + 1)
+        return 0
