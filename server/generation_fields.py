@@ -18,6 +18,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "logprob_token_ids": ([],),
     "modalities": (["text"],),
+    "moderation": (),
     "prompt_embeds": (),
     "repetition_detection": (),
     "structural_tag": (),
@@ -26,6 +27,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
@@ -96,6 +98,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     length_penalty: Any = None
     logprob_token_ids: Any = None
     modalities: Any = None
+    moderation: Any = None
     prompt_embeds: Any = None
     repetition_detection: Any = None
     response_format: Any = None
@@ -106,6 +109,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     tool_choice: Any = None
     tools: Any = None
     use_beam_search: Any = None
+    verbosity: Any = None
     vllm_xargs: Any = None
     web_search_options: Any = None
 
