@@ -206,7 +206,6 @@ def _judge(library: Library, tokenizer: Any, schema: dict[str, Any], text: str, 
 def measure_masks(tokenizer_json: Path, *, num_rounds: int) -> dict[str, Any]:
     """Time a step's masks on random logits: of 1 to 64 rows that all, or that none of them, follow a grammar."""
     import torch
-
     from tokenizers import Tokenizer
 
     from engine.grammar import GrammarCompiler

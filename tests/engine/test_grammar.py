@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.config import EngineConfig
 from engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError
-from engine.grammar_mask import apply_grammars_
+from engine.grammar_mask import _unpack, apply_grammars_
 from engine.overlap import OverlappingCore
 from engine.request import Request
 from shm_transport.messages import AddRequest, Fork
@@ -306,6 +306,15 @@ def test_a_mask_touches_its_own_rows_alone(matched: tuple[int, ...], model_direc
         kept = set(ids_of("ab")) if row in matched else set(range(32))
         assert {token_id for token_id in range(32) if logits[row, token_id] > float("-inf")} == kept
         assert logits[row, sorted(kept)].equal(plain[row, sorted(kept)])
+
+
+def test_a_mask_is_unpacked_alike_for_every_device(model_directory: Path) -> None:
+    matcher = compiled(model_directory, regex("[ac][0-9]")).matcher(request(1, None).params)
+    mask = np.empty((1, matcher.num_mask_bytes), np.uint8)
+    matcher.fill(mask[0])
+    is_refused = _unpack(torch.from_numpy(mask), 30)
+    assert (~is_refused[0]).nonzero().flatten().tolist() == ids_of("ac")
+    assert is_refused.shape == (1, 30)
 
 
 def test_ids_beyond_the_tokenizers_are_never_allowed(model_directory: Path) -> None:
