@@ -147,19 +147,20 @@ async def _prepare_from(plan: Plan, start: int) -> Prepared:
             f"include has {LOGPROBS} where the output may be tool calls or reasoning: leave it out", param="include"
         )
     request = GenerateRequest(
-        request_id=plan.response_id, prompt=text, params=_params(plan, parsing),
+        request_id=plan.response_id, prompt=text, params=await _params(plan, parsing),
         kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
         add_special_tokens=bool(body.add_special_tokens), priority=body.priority or 0, cache_salt=body.cache_salt or "",
     )  # fmt: skip
     return Prepared(request=await serving.llm.input_processor.process(request), parsing=parsing)
 
 
-def _params(plan: Plan, parsing: ChatParsing | None) -> SamplingParams:
+async def _params(plan: Plan, parsing: ChatParsing | None) -> SamplingParams:
     """Return the sampling parameters with the grammar and the parser's markers."""
     if parsing is None:
         return replace(plan.params, grammar=plan.grammar)
-    is_forced = plan.use is not None and plan.use.is_forced
-    grammar = plan.use.grammar(parsing.reasoning) if plan.use is not None and is_forced else plan.grammar
+    grammar = plan.grammar
+    if plan.use is not None and plan.use.is_forced:
+        grammar = await asyncio.to_thread(plan.use.grammar, parsing.reasoning)
     return replace(plan.params, grammar=grammar, shown_special_tokens=parsing.markers)
 
 
