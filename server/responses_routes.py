@@ -106,6 +106,7 @@ async def _read(request: Request) -> ResponseRequest:
 
 def _events(plan: Plan, prepared: Prepared) -> ResponseEvents:
     serving, body = plan.serving, plan.body
+    tokenizer = serving.llm.model.tokenizer
     base = {
         "id": plan.response_id, "object": "response", "created_at": int(time.time()), "model": serving.model_names[0],
         "store": plan.stored_items is not None, **body.repeated(plan.params),
@@ -114,8 +115,9 @@ def _events(plan: Plan, prepared: Prepared) -> ResponseEvents:
         base,
         PlainParser() if prepared.parsing is None else prepared.parsing.parser(),
         num_prompt_tokens=len(prepared.request.prompt_token_ids),
+        count_tokens=lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
         on_end=functools.partial(_keep, plan),
-        logprobs=ChatLogprobs(serving.llm.model.tokenizer.names) if body.wants_logprobs else None,
+        logprobs=ChatLogprobs(tokenizer.names) if body.wants_logprobs else None,
     )
 
 

@@ -203,6 +203,7 @@ class ResponseEvents:
         base: The response object without what the output decides.
         parser: Tells the output's kinds of text apart.
         num_prompt_tokens: For usage.
+        count_tokens: Of a text, for usage.
         logprobs: Makes the logprobs of an output's tokens, if they are wanted; then the output is text alone.
         on_end: Called with the finished response, encoded, before its last event is written.
     """
@@ -213,6 +214,7 @@ class ResponseEvents:
         parser: TextParser,
         *,
         num_prompt_tokens: int,
+        count_tokens: Callable[[str], int],
         on_end: Callable[[bytes], None],
         logprobs: ChatLogprobs | None = None,
     ) -> None:
@@ -224,7 +226,7 @@ class ResponseEvents:
         self._on_end = on_end
         self._format = logprobs
         self._logprobs: list[bytes] = []  # of the text; texts that come later wait here for an item
-        self._num_reasoning_tokens = 0
+        self._count_tokens = count_tokens
         self._prompts: Sequence[CachedPrompt] = ()
         self._events = _Events()
         self._closed: list[Item] = []
@@ -250,10 +252,7 @@ class ResponseEvents:
         self._num_tokens = output.num_tokens
         if self._format is not None and output.logprobs is not None and output.token_ids:
             self._logprobs.append(self._format.content_json(output.logprobs)[1:-1])
-        parsed = self._parser.push(output.text)
-        if parsed.reasoning:
-            self._num_reasoning_tokens += len(output.token_ids)
-        return self._take(parsed)
+        return self._take(self._parser.push(output.text))
 
     def finish(self, output: CompletionOutput, usage: bytes, *, is_fingerprinted: bool) -> bytes:  # noqa: ARG002
         """Return the events of the last delta, and those that end the response."""
@@ -347,12 +346,17 @@ class ResponseEvents:
         }  # fmt: skip
         return b"%b,%b" % (self._head, one_line(_encode(rest))[1:])
 
+    def _num_reasoning_tokens(self) -> int:
+        """Return how many tokens the reasoning is; where its tokens end, an output that came at once does not say."""
+        texts = [item["content"][0]["text"] for item in self._closed if item["type"] == "reasoning"]
+        return sum(map(self._count_tokens, texts))
+
     def _usage(self) -> dict[str, Any]:
         num_cached = sum(prompt.num_cached_tokens for prompt in self._prompts)
         return {
             "input_tokens": self._num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
             "output_tokens": self._num_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},
             "total_tokens": self._num_prompt_tokens + self._num_tokens,
         }
