@@ -150,6 +150,7 @@ async def _prepare_from(plan: Plan, start: int) -> Prepared:
         request_id=plan.response_id, prompt=text, params=await _params(plan, parsing),
         kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
         add_special_tokens=bool(body.add_special_tokens), priority=body.priority or 0, cache_salt=body.cache_salt or "",
+        adapter=serving.adapter(body.model),
     )  # fmt: skip
     return Prepared(request=await serving.llm.input_processor.process(request), parsing=parsing)
 

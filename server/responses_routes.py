@@ -5,7 +5,6 @@ is not: it was aborted, and nobody was told its end.
 """
 
 import functools
-import time
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -107,8 +106,9 @@ async def _read(request: Request) -> ResponseRequest:
 def _events(plan: Plan, prepared: Prepared) -> ResponseEvents:
     serving, body = plan.serving, plan.body
     tokenizer = serving.llm.model.tokenizer
+    identity = serving.identity(plan.response_id, body.model)
     base = {
-        "id": plan.response_id, "object": "response", "created_at": int(time.time()), "model": serving.model_names[0],
+        "id": identity.response_id, "object": "response", "created_at": identity.created, "model": identity.model,
         "store": plan.stored_items is not None, **body.repeated(plan.params),
     }  # fmt: skip
     return ResponseEvents(
