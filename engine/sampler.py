@@ -1,8 +1,8 @@
 """From logits to one token a request. Rows are split once, so that greedy ones pay nothing for the others.
 
-Order for a row: a copy for its logprobs, rules (engine/logit_rules.py), its grammar (grammar_mask.py), temperature, min_p, top_k, top_p, draw. The
-draw is a function of the request's seed and output index, so nobody's tokens depend on batch mates. All but the greedy
-path on CPUs is torch, on the device of the logits.
+Order for a row: a copy for its logprobs, rules (engine/logit_rules.py), its grammar (engine/grammar_mask.py),
+temperature, min_p, top_k, top_p, draw. The draw is a function of the request's seed and output index, so nobody's
+tokens depend on batch mates. All but the greedy path on CPUs is torch, on the device of the logits.
 
 A row whose sampling raises takes the others' with it: `sample_each` then does them again, one by one.
 """

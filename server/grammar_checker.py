@@ -56,16 +56,16 @@ class GrammarChecker:
             self._good[str(grammar)] = None
 
     def _check(self, grammar: str) -> None:
-        error = error_of(grammar)
-        if error.startswith(_NEEDS_TOKENIZER):  # it names special tokens; no others need the 50 MB
+        is_wrong, messages = validate(grammar)
+        if not is_wrong and any(message.startswith(_NEEDS_TOKENIZER) for message in messages):
+            # It names special tokens; no others need the 50 MB.
             self._library_tokenizer = self._library_tokenizer or LLTokenizer(self._tokenizer.definition())
-            error = error_of(grammar, self._library_tokenizer)
-        if error:
+            is_wrong, messages = validate(grammar, self._library_tokenizer)
+        if is_wrong:
             field = grammar.field if isinstance(grammar, Grammar) else "grammar"
-            raise RequestError(f"{field}: {' '.join(error.split())[:_MAX_MESSAGE_CHARS]}", param=field)
+            raise RequestError(f"{field}: {' '.join(messages[0].split())[:_MAX_MESSAGE_CHARS]}", param=field)
 
 
-def error_of(grammar: str, tokenizer: LLTokenizer | None = None) -> str:
-    """Return what is wrong with a grammar, "" if nothing is."""
-    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=_LIMITS)
-    return messages[0] if is_wrong else ""
+def validate(grammar: str, tokenizer: LLTokenizer | None = None) -> tuple[bool, list[str]]:
+    """Return whether a grammar is wrong, and why; if it is not, what the library has to remark."""
+    return LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=_LIMITS)

@@ -4,6 +4,7 @@ llguidance refuses the keywords that it does not know of and follows all others;
 where it would follow less than the schema says, and drops what says nothing. Runs on a thread for grammars.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,12 @@ _DATE = f"(?:{_YEAR_MONTH}|(?:{_LEAP_YEAR})-02-29)"
 _TIME = r"[0-9]{2}:[0-9]{2}:[0-5]"  # no leap seconds: most readers refuse them
 # The formats' own grammars let the 29th of February and the 60th second be at any time.
 _TIGHTER = {"date": f"^{_DATE}", "time": f"^{_TIME}", "date-time": f"^{_DATE}.{_TIME}"}
+
+# llguidance (1.9) lets a class that holds control characters, but no quote or no backslash, have those too in JSON. So
+# negated classes lose the control characters, and where other classes may hold any, the pattern is refused.
+_NEGATION = re.compile(r"(\\.)|\[\^(\]?)", re.DOTALL)
+_NEGATED_CLASS = re.compile(r"\[\^\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_CONTROLS = re.compile(r"\\[Pc]|\\p\{?\^?C|\\[xu]\{?0{0,6}[01]?[0-9a-fA-F](?![0-9a-fA-F])|\[:|\\[tnrfv]-|[\0-\x1f]")
 
 
 def prepare(schema: Any, field: str) -> dict[str, Any]:
@@ -77,11 +84,22 @@ class _Walk:
         prepared = {keyword: _descend(keyword, value, inner) for keyword, value in node.items()}
         if prepared.get("uniqueItems") is False:
             del prepared["uniqueItems"]
-        tighter = _TIGHTER.get(prepared.get("format", "")) if isinstance(prepared.get("format"), str) else None
-        if tighter is not None:
+        if isinstance(prepared.get("pattern"), str):
+            prepared["pattern"] = self._pattern(prepared["pattern"])
+        if isinstance(prepared.get("patternProperties"), dict):
+            of_names = prepared["patternProperties"]
+            prepared["patternProperties"] = {self._pattern(name): value for name, value in of_names.items()}
+        if prepared.get("format") in tuple(_TIGHTER):
             all_of = prepared.get("allOf", [])
-            prepared["allOf"] = [*(all_of if isinstance(all_of, list) else [all_of]), {"pattern": tighter}]
+            tighter = {"pattern": _TIGHTER[prepared["format"]]}
+            prepared["allOf"] = [*(all_of if isinstance(all_of, list) else [all_of]), tighter]
         return prepared
+
+    def _pattern(self, pattern: str) -> str:
+        """Return a pattern whose negated classes hold no control characters."""
+        if _CONTROLS.search(_NEGATED_CLASS.sub("", pattern)):
+            raise self._error(f"has the pattern {shown(pattern)}: control characters are not supported there")
+        return _NEGATION.sub(lambda found: found[1] or r"[^\x00-\x1f" + (found[2] and r"\]"), pattern)
 
     def _check(self, node: dict[str, Any]) -> None:
         for keyword in _REFUSED:

@@ -3,10 +3,10 @@
 Knows the fields: OpenAI's response_format, vLLM's structured_outputs and the older guided_*. Knows no engine.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import msgspec
 from llguidance import LLMatcher, grammar_from
 
 from server import json_schema
@@ -208,4 +208,5 @@ def _text(value: Any, field: str) -> str:
 
 
 def _quote(text: str) -> str:
-    return msgspec.json.encode(text).decode()
+    """Return a text as Lark writes it: like JSON, in ASCII without control characters."""
+    return json.dumps(text).replace("\x7f", r"\u007f")

@@ -92,7 +92,7 @@ class FinishReason(enum.IntEnum):
     """Why a row is its request's last one; 0 means that it goes on."""
 
     NONE = 0
-    STOP = 1  # EOS (stop_token_id -1), one of the request's stop_token_ids, or the end of its grammar (GRAMMAR_END)
+    STOP = 1  # EOS (stop_token_id -1), a token of stop_token_ids, or the end of the grammar (GRAMMAR_END)
     LENGTH = 2
     ABORT = 3
     ERROR = 4
@@ -137,7 +137,7 @@ STEP_LOGPROB_COLUMNS = (
 )
 
 # After them, in this order, each with as many items as its count says, without padding: forks, prompt token ids, stop,
-# allowed and bad token ids, logit biases, cache salt, adapter, grammar. Items of 8 bytes come first, so all are aligned.
+# allowed and bad token ids, logit biases, cache salt, adapter, grammar. 8-byte items come first, so all are aligned.
 ADD_FIELDS = np.dtype(
     [
         ("handle", "<u8"),

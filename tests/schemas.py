@@ -15,11 +15,15 @@ def a_list(items: Any, low: int = 1, high: int = 3) -> Schema:
     return {"type": "array", "items": items, "minItems": low, "maxItems": high}
 
 
+def within(low: int, high: int) -> Schema:
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
 TEXT: Schema = {"type": "string", "maxLength": 12}
 TREE: Schema = {
     "$defs": {
         "node": an_object(
-            {"value": {"type": "integer", "minimum": 0, "maximum": 9}, "next": {"$ref": "#/$defs/link"}},
+            {"value": within(0, 9), "next": {"$ref": "#/$defs/link"}},
         ),
         "link": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]},
     },
@@ -29,7 +33,8 @@ TREE: Schema = {
 LISTED: list[Schema] = [
     # plain types
     TEXT, {"type": "integer"}, {"type": "number"}, {"type": "boolean"}, {"type": "null"}, {"type": "object"},
-    {"type": "array", "maxItems": 2}, {}, {"type": ["string", "null"], "maxLength": 5}, {"type": ["integer", "boolean"]},
+    {"type": "array", "maxItems": 2}, {}, {"type": ["string", "null"], "maxLength": 5},
+    {"type": ["integer", "boolean"]},
     # strings
     {"type": "string", "minLength": 3, "maxLength": 3}, {"type": "string", "minLength": 0, "maxLength": 0},
     {"type": "string", "pattern": "^[A-Z]{2}[0-9]{3}$"}, {"type": "string", "pattern": "b+", "maxLength": 9},
@@ -47,35 +52,41 @@ LISTED: list[Schema] = [
     {"enum": [{"a": [1, {"b": None}]}, [[]], {}, "", 0]}, {"const": "only"}, {"const": {"k": [1, 2, {"x": "y"}]}},
     {"const": -0.5}, {"type": "string", "enum": ["x", "y"]}, {"enum": [f"item {n}" for n in range(200)]},
     # numbers
-    {"type": "integer", "minimum": 5, "maximum": 12}, {"type": "integer", "minimum": -3, "maximum": 3},
+    within(5, 12), within(-3, 3),
     {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 2}, {"type": "integer", "minimum": 1000},
     {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 70}, {"type": "number", "minimum": 0, "maximum": 1},
     {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, {"type": "number", "minimum": -1.5, "maximum": -0.25},
-    {"type": "number", "multipleOf": 0.25}, {"type": "integer", "minimum": -(2**53), "maximum": 2**53},
+    {"type": "number", "multipleOf": 0.25}, within(-(2**53), 2**53),
     {"type": "integer", "maximum": -100}, {"type": "number", "minimum": 99.5, "maximum": 100.5},
     {"type": "integer", "minimum": 0.5, "maximum": 2.5},
     # lists
-    a_list({"type": "integer", "minimum": 0, "maximum": 9}, 3, 3), a_list(TEXT, 0, 2), a_list(a_list({"type": "boolean"})),
+    a_list(within(0, 9), 3, 3), a_list(TEXT, 0, 2),
+    a_list(a_list({"type": "boolean"})),
     {"type": "array", "prefixItems": [{"type": "integer"}, TEXT, {"type": "boolean"}], "items": False, "minItems": 3},
-    {"type": "array", "prefixItems": [{"const": 1}], "items": {"const": 2}, "maxItems": 4}, a_list(an_object({"x": TEXT})),
-    {"type": "array", "items": False}, {"type": "array", "items": {"type": "null"}, "uniqueItems": False, "maxItems": 3},
+    {"type": "array", "prefixItems": [{"const": 1}], "items": {"const": 2}, "maxItems": 4},
+    a_list(an_object({"x": TEXT})),
+    {"type": "array", "items": False},
+    {"type": "array", "items": {"type": "null"}, "uniqueItems": False, "maxItems": 3},
     # objects
-    an_object({"name": TEXT, "age": {"type": "integer", "minimum": 0, "maximum": 150}}),
+    an_object({"name": TEXT, "age": within(0, 150)}),
     an_object({"a": TEXT, "b": {"type": "null"}}, required=["a"]), an_object({}),
     an_object({"": {"type": "integer"}, "a b": TEXT, 'q"': {"type": "null"}, "back\\": {"type": "boolean"}}),
     an_object({"ключ": TEXT, "日本": {"type": "integer"}, "😀": {"type": "boolean"}, "e\u0301": {"type": "null"}}),
     {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1, "maxProperties": 3},
     {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"], "additionalProperties": TEXT},
     {"type": "object", "patternProperties": {"^n_": {"type": "integer"}, "^s_": TEXT}, "additionalProperties": False},
-    {"type": "object", "required": ["x"]}, {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "minProperties": 2},
-    {"type": "object", "maxProperties": 0}, an_object({"inner": an_object({"deep": an_object({"leaf": {"const": 7}})})}),
-    an_object({f"field_{n}": {"type": "integer", "minimum": 0, "maximum": 9} for n in range(12)}),
+    {"type": "object", "required": ["x"]},
+    {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "minProperties": 2},
+    {"type": "object", "maxProperties": 0},
+    an_object({"inner": an_object({"deep": an_object({"leaf": {"const": 7}})})}),
+    an_object({f"field_{n}": within(0, 9) for n in range(12)}),
     an_object({"opt_1": TEXT, "opt_2": TEXT, "opt_3": {"type": "boolean"}}, required=[]),
     an_object({"when": {"type": "string", "format": "date"}, "id": {"type": "string", "format": "uuid"}}),
     # combinations
-    {"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 4}]}, {"oneOf": [{"type": "null"}, {"type": "boolean"}]},
+    {"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 4}]},
+    {"oneOf": [{"type": "null"}, {"type": "boolean"}]},
     {"oneOf": [
-        an_object({"kind": {"const": "cat"}, "lives": {"type": "integer", "minimum": 1, "maximum": 9}}),
+        an_object({"kind": {"const": "cat"}, "lives": within(1, 9)}),
         an_object({"kind": {"const": "dog"}, "tricks": a_list(TEXT)}),
         an_object({"kind": {"enum": ["fish", "bird"]}, "tank": {"type": "boolean"}}),
     ]},
@@ -88,16 +99,18 @@ LISTED: list[Schema] = [
         {"properties": {"b": {"const": 1}}, "required": ["b"]}, {"properties": {"c": {"const": 2}}, "required": ["c"]},
     ]} | {"properties": {"a": TEXT, "b": {"type": "integer"}, "c": {"type": "integer"}}},
     {"anyOf": [{"const": "a"}, {"anyOf": [{"const": 1}, {"anyOf": [{"const": None}, {"const": [1]}]}]}]},
-    {"anyOf": [an_object({"a": {"const": 1}}), an_object({"a": {"const": 1}, "b": {"const": 2}}), a_list({"const": 0})]},
+    {"anyOf": [an_object({"a": {"const": 1}}), an_object({"a": {"const": 1}, "b": {"const": 2}}),
+               a_list({"const": 0})]},
     {"type": "string", "anyOf": [{"maxLength": 2}, {"pattern": "^long[a-z]{5}$"}]},
     # references and recursion
     TREE, {"$ref": "#/$defs/x", "$defs": {"x": {"type": "string", "maxLength": 4}}},
     {"$ref": "#/$defs/x", "maxLength": 2, "$defs": {"x": {"type": "string"}}},
     {"$ref": "#here", "$defs": {"x": {"$anchor": "here", "type": "boolean"}}},
-    {"definitions": {"p": an_object({"x": {"type": "integer"}})}, "type": "array", "items": {"$ref": "#/definitions/p"}, "maxItems": 2},
+    {"definitions": {"p": an_object({"x": {"type": "integer"}})},
+     "type": "array", "items": {"$ref": "#/definitions/p"}, "maxItems": 2},
     {"$defs": {"a/b~c": {"const": "escaped"}}, "$ref": "#/$defs/a~1b~0c"},
     {"type": "array", "items": {"$ref": "#"}, "maxItems": 2},
-    {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 9}, an_object({
+    {"anyOf": [within(0, 9), an_object({
         "op": {"enum": ["+", "-", "*"]}, "left": {"$ref": "#"}, "right": {"$ref": "#"},
     })]},
     {"$defs": {
@@ -115,9 +128,14 @@ LISTED: list[Schema] = [
         "tags": {"anyOf": [a_list(TEXT, 0, 2), {"type": "null"}], "default": None, "title": "Tags"},
         "status": {"$ref": "#/$defs/Status"}, "price": {"type": "number", "exclusiveMinimum": 0, "maximum": 99.99},
     }, **{"$defs": {"Status": {"enum": ["new", "used"], "title": "Status", "type": "string"}}, "title": "Item"}),
-    {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "items": [{"const": 1}, {"const": 2}], "additionalItems": False},
-    {"$schema": "http://json-schema.org/draft-04/schema#", "type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 5},
-    an_object({"nested": a_list(an_object({"k": TEXT, "v": {"anyOf": [{"type": "integer"}, TEXT]}}), 1, 2), "n": {"type": "integer"}}),
+    {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array",
+     "items": [{"const": 1}, {"const": 2}], "additionalItems": False},
+    {"$schema": "http://json-schema.org/draft-04/schema#",
+     "type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 5},
+    an_object({
+        "nested": a_list(an_object({"k": TEXT, "v": {"anyOf": [{"type": "integer"}, TEXT]}}), 1, 2),
+        "n": {"type": "integer"},
+    }),
 ]  # fmt: skip
 
 REFUSED: dict[str, Schema] = {
@@ -152,7 +170,7 @@ REFUSED: dict[str, Schema] = {
     "Unknown format: phone": {"type": "string", "format": "phone"},
     "look-around": {"type": "string", "pattern": "^(?=a)b"},
     "backreferences": {"type": "string", "pattern": "(a)\\1"},
-    "minimum (5) is greater than maximum (3)": {"type": "integer", "minimum": 5, "maximum": 3},
+    "minimum (5) is greater than maximum (3)": within(5, 3),
     "anyOf is empty": {"enum": []},
 }
 
@@ -175,7 +193,10 @@ def _draw(rng: random.Random, depth: int) -> Schema:
         values = ["a", "ü", "日本", "x y", 'q"', "\\", 1, -2.5, True, None, [1], {"k": "v"}, "😀", "long value here"]
         return {"enum": rng.sample(values, rng.randint(1, 5))}
     if kind == "pattern":
-        return {"type": "string", "pattern": rng.choice(["^[a-f0-9]{4}$", "^(ab|cd){1,3}$", "^[A-Z][a-zé]{1,6}$", "^v\\d+\\.\\d$"])}
+        return {
+            "type": "string",
+            "pattern": rng.choice(["^[a-f0-9]{4}$", "^(ab|cd){1,3}$", "^[A-Z][a-zé]{1,6}$", "^v\\d+\\.\\d$"]),
+        }
     if kind == "boolean":
         return {"type": "boolean"}
     if kind == "format":
@@ -198,10 +219,12 @@ def drawn(count: int) -> list[Schema]:
     """Return `count` drawn schemas, the later the deeper."""
     rng = random.Random(20)
     definitions = {
-        "point": an_object({"x": {"type": "integer", "minimum": 0, "maximum": 9}, "y": {"type": "integer", "minimum": 0, "maximum": 9}}),
+        "point": an_object({"x": within(0, 9), "y": within(0, 9)}),
         "name": {"type": "string", "pattern": "^[A-Z][a-z]{0,8}$"},
-        "list": {"anyOf": [{"type": "null"}, an_object({"head": {"type": "boolean"}, "tail": {"$ref": "#/$defs/list"}})]},
-    }  # fmt: skip
+        "list": {
+            "anyOf": [{"type": "null"}, an_object({"head": {"type": "boolean"}, "tail": {"$ref": "#/$defs/list"}})]
+        },
+    }
     return [_draw(rng, 1 + index * 4 // count) | {"$defs": definitions} for index in range(count)]
 
 

@@ -101,7 +101,7 @@ def test_a_schema_is_followed_wherever_it_stands(body: dict[str, Any], server: R
     ("form", "pattern"),
     [
         ({"regex": CODE}, CODE),
-        ({"choice": ["yes", "no", "a\n\"b\" é😀"]}, 'yes|no|a\n"b" é😀'),
+        ({"choice": ["yes", "no", 'a\n"b" é😀']}, 'yes|no|a\n"b" é😀'),
         ({"grammar": 'start: "<" WORD ("," WORD)* ">"\nWORD: /[a-z]{1,4}/'}, "<[a-z]{1,4}(,[a-z]{1,4})*>"),
         ({"grammar": 'root ::= "x=" [0-9]{1,3} ("+" [0-9])? ";"'}, r"x=[0-9]{1,3}(\+[0-9])?;"),
     ],
@@ -160,13 +160,13 @@ def test_logprobs_and_usage_count_every_token_of_an_object(server: RunningServer
     (choice,) = answer["choices"]
     tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
     assert len(tokens) == answer["usage"]["completion_tokens"]
-    assert "".join(tokens).rstrip("<|im_end|>").endswith("}")
+    assert "".join(tokens).endswith("}")
 
 
 def test_biases_penalties_and_bad_words_leave_the_form_whole(server: RunningServer) -> None:
     (choice,) = chat(
-        server, response_format=response_format(PERSON), seed=5, max_tokens=300, frequency_penalty=2, logit_bias={"2": 100},
-        min_tokens=12, ignore_eos=False,
+        server, response_format=response_format(PERSON), seed=5, max_tokens=300, frequency_penalty=2,
+        logit_bias={"2": 100}, min_tokens=12,
     )["choices"]  # fmt: skip
     assert choice["finish_reason"] == "stop"
     assert problem_of(choice["message"]["content"], PERSON) == ""
@@ -234,10 +234,17 @@ async def test_many_at_once_mixed_with_plain_requests(server: RunningServer) -> 
     assert not any(server.load().values())
 
 
+def test_a_grammar_of_many_ring_slots_arrives_whole(server: RunningServer) -> None:
+    choices = [f"the option with the number {n}" for n in range(6000)]
+    (choice,) = chat(server, structured_outputs={"choice": choices}, seed=1)["choices"]
+    assert choice["message"]["content"] in choices
+
+
 async def test_preemption_breaks_no_object(start_server: Any) -> None:
     tiny = start_server("--max-model-len", "512", "--kv-cache-tokens", "800", "--block-size", "16")
     bodies = [
-        {"response_format": response_format(PERSON), "max_tokens": 200, "seed": n, "temperature": 1.2} for n in range(16)
+        {"response_format": response_format(PERSON), "max_tokens": 200, "seed": n, "temperature": 1.2}
+        for n in range(16)
     ]
     choices = await _ask_all(tiny, bodies)
     assert [problem_of(choice["message"]["content"], PERSON) for choice in choices] == [""] * 16
@@ -263,7 +270,9 @@ async def _conform(server: RunningServer, schemas: list[Schema], max_tokens: int
     found = Conformance(Counter(choice["finish_reason"] for choice in choices), [])
     for schema, choice in zip(schemas, choices, strict=True):
         text = choice["message"]["content"]
-        problem = problem_of(text, schema) if choice["finish_reason"] == "stop" else _prefix_problem(text, schema, tokenizer)
+        problem = (
+            problem_of(text, schema) if choice["finish_reason"] == "stop" else _prefix_problem(text, schema, tokenizer)
+        )
         if problem:
             found.problems.append((schema, text, problem))
     return found

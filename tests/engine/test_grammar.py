@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.config import EngineConfig
 from engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError
-from engine.grammar_mask import apply_grammars_
+from engine.grammar_mask import _unpack, apply_grammars_
 from engine.overlap import OverlappingCore
 from engine.request import Request
 from shm_transport.messages import AddRequest, Fork
@@ -159,7 +159,9 @@ def test_rows_without_a_grammar_get_what_they_get_alone(driver: Any, hashed_toke
     assert re.fullmatch("[0-9]{12}", text_of(driver.tokens[2]))
 
 
-@pytest.mark.parametrize("grammar", ["start: /(/", "nonsense", "{}", 'start: "a" other', '{"grammars": [{"json_schema": 3}]}'])
+@pytest.mark.parametrize(
+    "grammar", ["start: /(/", "nonsense", "{}", 'start: "a" other', '{"grammars": [{"json_schema": 3}]}']
+)
 def test_a_grammar_that_does_not_compile_ends_its_request_alone(grammar: str, driver: Any) -> None:
     driver.add(1, [3], max_tokens=9)
     driver.add(2, [3], grammar=grammar, forks=(Fork(3, 3),))
@@ -202,7 +204,7 @@ class SlowCompiler:
     def __init__(self) -> None:
         self.future: Future[CompiledGrammar] = Future()
 
-    def compile(self, text: str) -> "Future[CompiledGrammar]":
+    def compile(self, _: str) -> "Future[CompiledGrammar]":
         return self.future
 
 
@@ -306,6 +308,15 @@ def test_a_mask_touches_its_own_rows_alone(matched: tuple[int, ...], model_direc
         assert logits[row, sorted(kept)].equal(plain[row, sorted(kept)])
 
 
+def test_a_mask_is_unpacked_alike_for_every_device(model_directory: Path) -> None:
+    matcher = compiled(model_directory, regex("[ac][0-9]")).matcher(request(1, None).params)
+    mask = np.empty((1, matcher.num_mask_bytes), np.uint8)
+    matcher.fill(mask[0])
+    is_refused = _unpack(torch.from_numpy(mask), 30)
+    assert (~is_refused[0]).nonzero().flatten().tolist() == ids_of("ac")
+    assert is_refused.shape == (1, 30)
+
+
 def test_ids_beyond_the_tokenizers_are_never_allowed(model_directory: Path) -> None:
     tokenizer_json = model_directory / "tokenizer.json"
     grammar = GrammarCompiler(tokenizer_json, 45).compile(regex("[ab]")).result(timeout=30)
@@ -355,7 +366,7 @@ def test_random_mixes_of_grammars_forks_aborts_and_preemption_hold_every_grammar
     for handle in range(0, 120, 4):
         pattern = rng.choice([*patterns, ""])
         forks = tuple(Fork(handle + n, handle + n) for n in range(1, rng.choice([1, 1, 3])))
-        chosen |= {number: pattern for number in (handle, *(fork.handle for fork in forks))}
+        chosen |= dict.fromkeys((handle, *(fork.handle for fork in forks)), pattern)
         driver.add(
             handle, [rng.randrange(32) for _ in range(rng.randint(1, 12))], grammar=pattern and regex(pattern),
             max_tokens=rng.choice([3, 12, 24]), temperature=rng.choice([0.0, 1.0]), seed=handle, eos_token_id=END,
@@ -376,3 +387,29 @@ def test_random_mixes_of_grammars_forks_aborts_and_preemption_hold_every_grammar
             assert re.fullmatch(chosen[handle], text_of(driver.tokens[handle]))
             num_complete += 1
     assert num_complete > 5
+
+
+def test_the_default_model_writes_whole_objects_under_preemption(make_driver: MakeDriver) -> None:
+    from server.model_path import resolve
+
+    directory = resolve(None)
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    grammar = json.dumps({"grammars": [{"json_schema": schema | {"x-guidance": {"whitespace_flexible": False}}}]})
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    prompt = tokenizer.encode("A person in JSON: ").ids
+    driver = make_driver(EngineConfig(model=str(directory), kv_cache_tokens=160, block_size=16, max_model_len=128))
+    for handle in range(8):
+        driver.add(handle, prompt, grammar=grammar, temperature=1.0, seed=handle, max_tokens=100)
+    driver.run()
+    assert driver.core.idle_step().num_preemptions > 0
+    for handle in range(8):
+        assert driver.finishes[handle] == (FinishReason.STOP, GRAMMAR_END)
+        person = json.loads(tokenizer.decode(driver.tokens[handle]))
+        assert set(person) == {"name", "age"}
+        assert type(person["age"]) is int
+        assert person["age"] <= 99

@@ -24,7 +24,8 @@ adds = st.builds(
     stop_token_ids=ids, allowed_token_ids=ids, bad_token_ids=ids,
     logit_bias=st.lists(st.tuples(i32, st.floats(width=32, allow_nan=False)), max_size=5).map(tuple),
     num_logprobs=i32, num_prompt_logprobs=i32, priority=i32, forks=st.lists(st.builds(Fork, u64, u64)).map(tuple),
-    cache_salt=st.text(), adapter=st.text(), grammar=st.text(), pooling=st.sampled_from(Pooling), is_normalized=st.booleans(),
+    cache_salt=st.text(), adapter=st.text(), grammar=st.text(), pooling=st.sampled_from(Pooling),
+    is_normalized=st.booleans(),
 )  # fmt: skip
 datas = st.builds(
     Data,
