@@ -6,7 +6,6 @@ or are no JSON stay what the model wrote, up to where its format would end them:
 White space between calls, and around them where there is nothing else, belongs to the format and is no content.
 """
 
-import json
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -222,8 +221,10 @@ class ToolParser:
 
     def _give_whole(self, fields: _Fields) -> bool:
         """Give a call whose arguments came before its name, are missing, null, or an object in a string."""
-        arguments = _text_of(fields.arguments) if fields.arguments.startswith('"') else fields.arguments
-        if arguments in ("", "null"):
+        arguments = fields.arguments
+        if arguments.startswith('"'):
+            arguments = _text_of(arguments)
+        elif arguments in ("", "null"):
             arguments = "{}"
         if not arguments.startswith("{"):
             return False
@@ -240,7 +241,6 @@ class ToolParser:
 def _text_of(raw: str) -> str:
     """Return the value of a JSON string; "" if it is none."""
     try:
-        value = json.loads(raw, strict=False)
-    except ValueError:
+        return msgspec.json.decode(raw, type=str)
+    except msgspec.DecodeError:
         return ""
-    return value if isinstance(value, str) else ""

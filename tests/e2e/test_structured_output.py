@@ -234,6 +234,12 @@ async def test_many_at_once_mixed_with_plain_requests(server: RunningServer) -> 
     assert not any(server.load().values())
 
 
+def test_a_grammar_of_many_ring_slots_arrives_whole(server: RunningServer) -> None:
+    choices = [f"the option with the number {n}" for n in range(6000)]
+    (choice,) = chat(server, structured_outputs={"choice": choices}, seed=1)["choices"]
+    assert choice["message"]["content"] in choices
+
+
 async def test_preemption_breaks_no_object(start_server: Any) -> None:
     tiny = start_server("--max-model-len", "512", "--kv-cache-tokens", "800", "--block-size", "16")
     bodies = [

@@ -387,3 +387,29 @@ def test_random_mixes_of_grammars_forks_aborts_and_preemption_hold_every_grammar
             assert re.fullmatch(chosen[handle], text_of(driver.tokens[handle]))
             num_complete += 1
     assert num_complete > 5
+
+
+def test_the_default_model_writes_whole_objects_under_preemption(make_driver: MakeDriver) -> None:
+    from server.model_path import resolve
+
+    directory = resolve(None)
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    grammar = json.dumps({"grammars": [{"json_schema": schema | {"x-guidance": {"whitespace_flexible": False}}}]})
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    prompt = tokenizer.encode("A person in JSON: ").ids
+    driver = make_driver(EngineConfig(model=str(directory), kv_cache_tokens=160, block_size=16, max_model_len=128))
+    for handle in range(8):
+        driver.add(handle, prompt, grammar=grammar, temperature=1.0, seed=handle, max_tokens=100)
+    driver.run()
+    assert driver.core.idle_step().num_preemptions > 0
+    for handle in range(8):
+        assert driver.finishes[handle] == (FinishReason.STOP, GRAMMAR_END)
+        person = json.loads(tokenizer.decode(driver.tokens[handle]))
+        assert set(person) == {"name", "age"}
+        assert type(person["age"]) is int
+        assert person["age"] <= 99
