@@ -41,6 +41,7 @@ class ServeConfig:
         "auto", "what runs the model; auto: the fastest that is right", choices=("auto", "hf", "fused")
     )
     overlap: str = _option("auto", "two steps in flight; auto: on a GPU", choices=("auto", "on", "off"))
+    adapters: tuple[str, ...] = _option((), "LoRA adapters (PEFT), each served as a model of that name", "NAME=DIR")
     deterministic: bool = _option(False, "a request's tokens never depend on its batch mates; slower")
     num_threads: int | None = _option(None, "of the engine on CPUs; all cores but one if unset", "N")
     kv_cache_tokens: int | None = _option(None, "size of the KV cache; half of the free memory if unset", "N")
@@ -65,6 +66,12 @@ class ServeConfig:
         _at_least(self, -1, "fail_after")
         if self.port > 65535:
             raise StartupError(f"--port is {self.port}: at most 65535")
+        self._check_adapters()
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The models that the adapters are served as."""
+        return tuple(adapter.partition("=")[0] for adapter in self.adapters)
 
     def engine_config(self, tokenizer: Path) -> dict[str, Any]:
         """Return the engine process's configuration, without its rings.
@@ -80,6 +87,8 @@ class ServeConfig:
                 "overlap": self.overlap,
                 **given, **self._given("num_threads", "kv_cache_tokens", "block_size", "max_num_batched_tokens"),
             }  # fmt: skip
+            if self.adapters:
+                options["adapters"] = dict(adapter.split("=", 1) for adapter in self.adapters)
             return {"model": options, "step_log": self.step_log}
         synthetic = {
             "tokenizer": str(tokenizer), "script": self.script or "", "step_time_s": self.step_time_ms / 1e3,
@@ -87,6 +96,17 @@ class ServeConfig:
             "lockstep": self.lockstep or "", "fail_after": self.fail_after, **given,
         }  # fmt: skip
         return {"synthetic": synthetic, "step_log": self.step_log}
+
+    def _check_adapters(self) -> None:
+        names = self.adapter_names
+        for adapter in self.adapters:
+            name, _, directory = adapter.partition("=")
+            if not (name and directory):
+                raise StartupError(f"--adapters is {adapter}: must be NAME=DIR")
+            if name in self.served_model_name or names.count(name) > 1:
+                raise StartupError(f"--adapters is {adapter}: the name is another model's already")
+        if names and self.engine != "model":
+            raise StartupError(f"--adapters is for --engine model: {self.engine} has none")
 
     def _given(self, *names: str) -> dict[str, int]:
         """Return those of the fields that are set; the engine has defaults for the others."""

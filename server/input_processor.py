@@ -35,6 +35,7 @@ class GenerateRequest:
     truncation: "Truncation | None" = None
     priority: int = 0  # lower runs earlier
     cache_salt: str = ""  # prompts of different salts share no cached block
+    adapter: str = ""  # name of a LoRA adapter that the engine has; none: the model as it is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,7 @@ class ProcessedRequest:
     bad_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
+    adapter: str = ""
     prompt_array: NDArray[np.int32] = field(init=False)  # prompt_token_ids for the engine, once for all n sequences
 
     def __post_init__(self) -> None:
@@ -79,7 +81,7 @@ class ProcessedRequest:
             logit_bias=params.logit_bias, allowed_token_ids=params.allowed_token_ids, bad_token_ids=self.bad_token_ids,
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
             num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
-            priority=self.priority, cache_salt=self.cache_salt, grammar=params.grammar,
+            priority=self.priority, cache_salt=self.cache_salt, adapter=self.adapter, grammar=params.grammar,
         )  # fmt: skip
 
 
@@ -192,6 +194,7 @@ class InputProcessor:
             bad_token_ids=params.bad_token_ids + tuple(map(self._bad_token_id, params.bad_words)),
             priority=request.priority,
             cache_salt=request.cache_salt,
+            adapter=request.adapter,
         )
 
     def _bad_token_id(self, word: str) -> int:

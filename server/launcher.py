@@ -95,6 +95,7 @@ def serve(config: ServeConfig) -> int:
     started_s = time.monotonic()
     with contextlib.closing(_bind(config)) as listener, _terminating_signals():
         tokenizer = _locate_tokenizer(config)
+        model_names = _model_names(config, tokenizer.parent.name)
         model = ModelInfo.load(tokenizer, chat_template=config.chat_template)  # its errors come before a long load
         engine = EngineProcess(config.engine_config(tokenizer), RingConfig(), config.step_timeout, config.wait_strategy)
         try:
@@ -103,7 +104,7 @@ def serve(config: ServeConfig) -> int:
             llm = AsyncLLM(
                 engine, model, max_num_queued_reqs=config.max_num_queued_reqs, stream_interval=config.stream_interval
             )
-            serving = _serving(config, llm, tokenizer.parent.name)
+            serving = _serving(config, llm, model_names)
             banner = _banner(serving, listener, time.monotonic() - started_s)
             server = Server(_uvicorn_config(config, serving), llm, config, banner)
             server.run(sockets=[listener])  # from here on its own signal handlers: a signal means drain
@@ -112,13 +113,21 @@ def serve(config: ServeConfig) -> int:
     return server.exit_status
 
 
-def _serving(config: ServeConfig, llm: AsyncLLM, directory_name: str) -> Serving:
+def _serving(config: ServeConfig, llm: AsyncLLM, model_names: tuple[str, ...]) -> Serving:
     return Serving(
         llm=llm,
-        model_names=config.served_model_name or (config.model or directory_name,),
+        model_names=model_names,
+        adapters=config.adapter_names,
         version=importlib.metadata.version("ringserve"),
         max_body_bytes=config.max_body_mb * 2**20,
     )
+
+
+def _model_names(config: ServeConfig, directory_name: str) -> tuple[str, ...]:
+    names = config.served_model_name or (config.model or directory_name,)
+    if names[0] in config.adapter_names:
+        raise StartupError(f"--adapters has an adapter {names[0]}: the model itself is served under that name")
+    return names
 
 
 def _uvicorn_config(config: ServeConfig, serving: Serving) -> uvicorn.Config:

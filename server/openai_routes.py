@@ -79,7 +79,8 @@ async def completions(request: Request) -> ASGIApp:
 async def models(request: Request) -> ASGIApp:
     """GET /v1/models."""
     serving: Serving = request.app.state.serving
-    return JsonResponse({"object": "list", "data": [_card(serving, name) for name in serving.model_names]})
+    names = (*serving.model_names, *serving.adapters)
+    return JsonResponse({"object": "list", "data": [_card(serving, name) for name in names]})
 
 
 async def model(request: Request) -> ASGIApp:
@@ -108,7 +109,7 @@ async def _answer(
     """Generate for each prompt; return the response that streams the choices, or that holds them all."""
     serving: Serving = request.app.state.serving
     name = request_id(request, body.request_id)
-    identity = serving.identity(f"{endpoint.id_prefix}-{name}")
+    identity = serving.identity(f"{endpoint.id_prefix}-{name}", body.model)
     if grammar := await serving.llm.input_processor.grammars.find(body):
         params = replace(params, grammar=grammar)
     requests = await _process(serving, body, identity.response_id, params, prompts)
@@ -157,6 +158,7 @@ async def _process(
                 truncation=truncation,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
+                adapter=serving.adapter(body.model),
             )
             for i, prompt in enumerate(prompts.prompts)
         ]
@@ -193,7 +195,8 @@ def _texts(serving: Serving, prompts: list[str | list[int]], skip_special_tokens
 def _card(serving: Serving, name: str) -> dict[str, Any]:
     return {
         "id": name, "object": "model", "created": serving.created, "owned_by": "ringserve",
-        "root": serving.model_names[0], "parent": None, "max_model_len": serving.llm.model.max_model_len,
+        "root": serving.model_names[0], "parent": serving.model_names[0] if name in serving.adapters else None,
+        "max_model_len": serving.llm.model.max_model_len,
     }  # fmt: skip
 
 

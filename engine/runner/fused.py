@@ -119,7 +119,7 @@ class _Weights:
         return self._checkpoint.take("model.embed_tokens.weight", self._config.vocab_size, self._config.hidden_size)
 
     def head(self, embedding: Tensor) -> Linear:
-        """Return the product that makes logits: never 4-bit, which costs it a tenth of its first choices."""
+        """Return the product that makes logits: never 4-bit, which would change many of its first choices."""
         name = "lm_head.weight"
         if not self._config.ties_embeddings and name in self._checkpoint:
             embedding = self._checkpoint.take(name, self._config.vocab_size, self._config.hidden_size)

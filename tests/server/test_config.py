@@ -32,6 +32,29 @@ def test_a_value_at_its_limit_is_taken(name: str, value: Any) -> None:
     assert getattr(ServeConfig(**{name: value}), name) == value
 
 
+def test_adapters_are_served_under_their_names_and_loaded_from_their_directories() -> None:
+    config = ServeConfig(adapters=("sql=/adapters/sql", "odd=/a=b"))
+    assert config.adapter_names == ("sql", "odd")
+    told = config.engine_config(TOKENIZER)["model"]["adapters"]
+    assert told == {"sql": "/adapters/sql", "odd": "/a=b"}
+    assert "adapters" not in ServeConfig().engine_config(TOKENIZER)["model"]
+
+
+@pytest.mark.parametrize(
+    ("adapters", "message"),
+    [(("sql",), "must be NAME=DIR"), (("sql=",), "must be NAME=DIR"), (("=dir",), "must be NAME=DIR"),
+     (("a=1", "a=2"), "another model's already"), (("base=1",), "another model's already")],
+)  # fmt: skip
+def test_an_adapter_without_a_name_of_its_own_is_refused(adapters: tuple[str, ...], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        ServeConfig(adapters=adapters, served_model_name=("base",))
+
+
+def test_the_synthetic_engine_has_no_adapters() -> None:
+    with pytest.raises(StartupError, match="--adapters is for --engine model"):
+        ServeConfig(adapters=("a=1",), engine="synthetic")
+
+
 def test_the_defaults_are_safe() -> None:
     config = ServeConfig()
     assert (config.host, config.max_num_queued_reqs, config.drain_timeout) == ("127.0.0.1", 2048, 30.0)
