@@ -54,7 +54,8 @@ class FusedModel:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.architecture, self.vocab_size, self.dtype = config.architecture, config.vocab_size, dtype
+        self.architecture, self.dtype = config.architecture, dtype
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         shape = LayerShape(config.num_kv_heads, config.head_dim, config.head_dim, dtype)
         self.shapes: Mapping[int, LayerShape] = dict.fromkeys(range(config.num_layers), shape)
         self._config, self._device = config, device

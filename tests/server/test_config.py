@@ -16,11 +16,17 @@ TOKENIZER = Path("/models/a/tokenizer.json")
     [("port", -1), ("port", 65536), ("drain_timeout", -0.1), ("drain_timeout", float("inf")),
      ("drain_timeout", float("nan")), ("step_time_ms", -1.0), ("prefill_time_ms", float("nan")),
      ("max_num_queued_reqs", 0), ("max_body_mb", 0), ("tokens_per_step", 0), ("step_timeout", 0.5),
-     ("max_model_len", 0), ("max_num_seqs", -3), ("fail_after", -2)],
+     ("embedding_size", 0), ("max_model_len", 0), ("max_num_seqs", -3), ("fail_after", -2)],
 )  # fmt: skip
 def test_a_value_out_of_its_range_is_refused_with_its_flag(name: str, value: float) -> None:
     with pytest.raises(StartupError, match=rf"^--{name.replace('_', '-')} is {value}: at (least|most) "):
         ServeConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["pooling", "wait_strategy", "engine", "dtype", "device"])
+def test_a_value_that_is_no_choice_is_refused_with_its_flag(name: str) -> None:
+    with pytest.raises(StartupError, match=rf"^--{name.replace('_', '-')} is 'no': one of "):
+        ServeConfig(**{name: "no"})
 
 
 @pytest.mark.parametrize(
@@ -97,6 +103,7 @@ def test_a_synthetic_engine_is_told_its_pace_in_seconds() -> None:
         "synthetic": {
             "tokenizer": str(TOKENIZER), "script": "s", "step_time_s": 0.02, "tokens_per_step": 3,
             "prefill_time_s": 0.005, "lockstep": "l", "fail_after": 7, "max_num_seqs": 9,
+            "embedding_size": 64,
         },
         "step_log": None,
     }  # fmt: skip
