@@ -23,7 +23,7 @@ from server.sink import DeltaWriter
 from server.stop_strings import StopStringChecker
 from server.tokenizer import Tokenizer
 from shm_transport.messages import Data
-from shm_transport.records import DataContent, FinishReason
+from shm_transport.records import GRAMMAR_END, DataContent, FinishReason
 from shm_transport.step_ring import FirstRows, Logprobs, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,8 @@ class RequestState:
         self._due_at = 1  # tokens with which the next delta leaves
         self._num_shown = 0  # tokens that have left in deltas
         self._logprobs = None if params.logprobs is None else TokenLogprobs(params.logprobs + 1, [], [], [])
-        self._is_deferred = False  # whether tokens are put aside until the end
+        is_plain = self._checker is None and self._logprobs is None
+        self._is_deferred = request.kind is OutputKind.FINAL_ONLY and is_plain
         self._undecoded = array("i")
         self._write_delta: DeltaWriter | None = None
 
@@ -108,9 +109,7 @@ class RequestState:
         return len(self._token_ids) + len(self._undecoded)
 
     def find_short_way(self) -> None:
-        """Look whether further tokens may be put aside, or the collector's consumer takes ready deltas by now."""
-        is_plain = self._checker is None and self._logprobs is None
-        self._is_deferred = self._kind is OutputKind.FINAL_ONLY and is_plain
+        """Look whether the collector's consumer takes ready deltas by now."""
         is_every_token = self._kind is OutputKind.DELTA and self._interval == 1 and self._logprobs is None
         if self._write_delta is None and is_every_token:
             self._write_delta = self.collector.delta_writer(self.index)
@@ -125,7 +124,7 @@ class RequestState:
         """
         if self._undecoded:
             token_ids, self._undecoded = self._undecoded.tolist() + token_ids, array("i")
-        text, num_taken, stop = self._text_of(token_ids, finish)
+        text, num_taken, stop = self._text_of(token_ids, finish == _STOP and stop_token_id != GRAMMAR_END)
         if logprobs is not None and self._logprobs is not None:
             self._logprobs.extend(logprobs if stop is None else logprobs.first(num_taken))
         if stop is not None:
@@ -142,10 +141,10 @@ class RequestState:
         """Return the last output of a sequence that ends here: its held-back text, finish reason abort."""
         return self.advance([], FinishReason.ABORT, -1)
 
-    def _text_of(self, token_ids: list[int], finish: int) -> tuple[str, int, str | None]:
+    def _text_of(self, token_ids: list[int], ends_by_token: bool) -> tuple[str, int, str | None]:
         """Return the tokens' text that may be sent, how many tokens count, and the stop string that ended them."""
         # The text of the token that made the engine stop is no part of the output, special or not.
-        silent = len(token_ids) - 1 if finish == _STOP and not self.params.include_stop_str_in_output else -1
+        silent = len(token_ids) - 1 if ends_by_token and not self.params.include_stop_str_in_output else -1
         decode, checker = self._detokenizer.decode, self._checker
         if checker is None:
             return "".join(["" if i == silent else decode(token_id) for i, token_id in enumerate(token_ids)]), 0, None
@@ -244,7 +243,9 @@ class OutputProcessor:
     def add(self, request: ProcessedRequest, index: int, collector: RequestOutputCollector) -> RequestState:
         """Register one sequence; its handle goes to the engine."""
         detokenizer = self._tokenizer.detokenizer(
-            request.prompt_token_ids, skip_special_tokens=request.params.skip_special_tokens
+            request.prompt_token_ids,
+            skip_special_tokens=request.params.skip_special_tokens,
+            shown=request.params.shown_special_tokens,
         )
         slot = self._take_slot()
         handle = self._generations[slot] << _SLOT_BITS | slot
@@ -308,6 +309,8 @@ class OutputProcessor:
             is_behind: More records wait: deltas stay in their slots until `flush`, and leave as one event.
         """
         states, start = self._resolve(record.handles), 0
+        if record.first is not None:
+            self._note_first(states, record.first, record.header.published_ns)
         while start < len(states):
             end = min(start + CHUNK_ROWS - self._rows_since_yield, len(states))
             self._process_rows(states, record, range(start, end), is_behind)
@@ -353,13 +356,10 @@ class OutputProcessor:
 
     def _process_row(self, state: RequestState, record: StepRecord, row: int, is_behind: bool) -> None:
         token_ids, finish, stop_token_id = _row(record, row)
-        if record.first is not None and record.first.queued_ns[row]:
-            self._note_first(state, record, record.first, row)
         if finish == FinishReason.ERROR:
             raise EngineGenerateError("the engine failed this request")
         logprobs = None if record.logprobs is None else _row_logprobs(record.logprobs, record, row)
         output = state.advance(token_ids, finish, stop_token_id, logprobs)
-        state.find_short_way()
         if output is None:
             return
         if output.finish_reason is not None:
@@ -369,6 +369,7 @@ class OutputProcessor:
         state.collector.put(output, is_behind)
         if is_behind:
             self._held.append(state.collector)
+        state.find_short_way()
 
     def _fail_row(self, state: RequestState, exc: Exception) -> None:
         if isinstance(exc, EngineGenerateError):
@@ -392,18 +393,21 @@ class OutputProcessor:
         self._generations.append(1)
         return len(self._states) - 1
 
-    def _note_first(self, state: RequestState, record: StepRecord, first: FirstRows, row: int) -> None:
-        now_ns, num_cached_tokens = time.monotonic_ns(), first.num_cached_tokens[row]
-        state.first = FirstToken(
-            first.queued_ns[row], first.first_scheduled_ns[row], record.header.published_ns, now_ns, num_cached_tokens
-        )
-        self._metrics.note_first(now_ns - state.request.arrival_ns)
-        collector = state.collector
-        if not collector.is_prompt_done:
-            collector.is_prompt_done, collector.num_cached_tokens = True, num_cached_tokens
-            was_looked_for = state.params.prompt_logprobs is None
-            num_tokens = len(collector.prompt_token_ids)
-            self._metrics.note_prompt(num_tokens, num_cached_tokens, was_looked_for=was_looked_for)
+    def _note_first(self, states: list[RequestState | None], first: FirstRows, published_ns: int) -> None:
+        """Keep what first rows tell of their sequences and prompts, whichever way their tokens take."""
+        now_ns = time.monotonic_ns()
+        for row, queued_ns in enumerate(first.queued_ns):
+            state = states[row]
+            if not queued_ns or state is None or not state.is_live:
+                continue
+            num_cached = first.num_cached_tokens[row]
+            state.first = FirstToken(queued_ns, first.first_scheduled_ns[row], published_ns, now_ns, num_cached)
+            self._metrics.note_first(now_ns - state.request.arrival_ns)
+            collector = state.collector
+            if not collector.is_prompt_done:
+                collector.is_prompt_done, collector.num_cached_tokens = True, num_cached
+                was_looked_for = state.params.prompt_logprobs is None
+                self._metrics.note_prompt(len(collector.prompt_token_ids), num_cached, was_looked_for=was_looked_for)
 
     def _forget(self, state: RequestState, reason: str) -> None:
         state.is_live = False
