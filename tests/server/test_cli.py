@@ -26,7 +26,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
         return 0
 
     monkeypatch.setattr(launcher, "serve", serve)
-    monkeypatch.setattr(launcher, "configure_logging", lambda: None)
+    monkeypatch.setattr(log_format, "configure_logging", lambda: None)
     return configs
 
 
