@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
 from llguidance import LLMatcher, grammar_from
 
 from server import json_schema
