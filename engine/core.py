@@ -160,10 +160,11 @@ class EngineCore:
         return asdict(self.step_costs) | asdict(self._pool.counters)
 
     def limits(self) -> dict[str, int]:
-        """Return max_model_len, vocab_size and num_blocks."""
+        """Return READY's figures."""
         return {
             "max_model_len": self._runner.max_model_len,
             "vocab_size": self._runner.vocab_size,
+            "embedding_size": self._runner.hidden_size,
             "num_blocks": self._pool.num_blocks,
         }
 

@@ -69,8 +69,10 @@ def _sample(logits: Tensor, requests: Sequence[Request]) -> DeviceSamples:
             (index,) = send((np.array(rows, np.int32),), logits.device)
             index = index.long()
             filters, numbers = _columns([requests[row] for row in rows], logits)
-            # A row that is not finite draws nonsense, which nobody reads.
-            token_ids.index_copy_(0, index, draw(scale_(logits[index], filters), filters, numbers))
+            # A row that is not finite draws from zeros: its token is thrown away, but the next step reads its embedding
+            # before the host knows, and an index out of bounds would end all work on a GPU for good.
+            own = logits[index].masked_fill_(~best[index].isfinite()[:, None], 0.0)
+            token_ids.index_copy_(0, index, draw(scale_(own, filters), filters, numbers))
     return DeviceSamples(token_ids, best)
 
 

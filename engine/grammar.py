@@ -123,8 +123,11 @@ class GrammarCompiler:
     def _compile(self, text: str) -> CompiledGrammar:
         tokenizer = self._load_tokenizer()
         library = LLMatcher(tokenizer, text, log_level=0, limits=self._limits)
-        if library.is_error():
-            raise GrammarError(f"the grammar does not compile: {_first_line(library.get_error())}")
+        begun = library.deep_copy()
+        if not begun.is_error():
+            begun.compute_bitmask()  # the longest of all masks, for it builds what the others use: not in a step
+        if begun.is_error():
+            raise GrammarError(f"the grammar does not compile: {_first_line(begun.get_error())}")
         return CompiledGrammar(library, tokenizer)
 
     def _load_tokenizer(self) -> LLTokenizer:

@@ -471,9 +471,10 @@ class Scheduler:
             return f"{self.num_waiting} requests wait, max_num_waiting is {self._max_num_waiting}: try again later"
         if num_tokens == 0:
             return "the prompt is empty: send at least one token"
-        if num_tokens >= self._max_model_len:
+        num_kept = num_tokens if params.pooling else num_tokens + 1  # an embedding needs no room for one more
+        if num_kept > self._max_model_len:
             return f"the prompt has {num_tokens} tokens, max_model_len is {self._max_model_len}: shorten it"
-        if num_tokens >= self._max_num_tokens:
+        if num_kept > self._max_num_tokens:
             return (
                 f"the prompt has {num_tokens} tokens, the KV cache holds {self._max_num_tokens}: shorten it, or raise "
                 "kv_cache_tokens"

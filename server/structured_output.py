@@ -91,8 +91,11 @@ def choice(choices: Sequence[str], *, field: str = "choice") -> Grammar:
     is_list = isinstance(choices, (list, tuple)) and len(choices) > 0
     if not is_list or not all(isinstance(each, str) for each in choices):
         raise RequestError(f"{field} is {shown(choices)}: must be a list of texts, at least one", param=field)
-    quoted = [_quote(each) for each in choices]
-    return _named(f"start: {' | '.join(quoted)}", field)
+    # One terminal, which is one automaton; as alternatives of a rule, thousands would be too complex.
+    texts = " | ".join(_quote(each) for each in choices if each)
+    if "" not in choices:
+        return _named(f"start: CHOICE\nCHOICE: {texts}", field)
+    return _named(f"start: CHOICE?\nCHOICE: {texts}" if texts else 'start: ""', field)
 
 
 def ebnf(text: str, *, field: str = "grammar") -> Grammar:

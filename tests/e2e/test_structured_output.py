@@ -241,7 +241,7 @@ def test_a_grammar_of_many_ring_slots_arrives_whole(server: RunningServer) -> No
 
 
 async def test_preemption_breaks_no_object(start_server: Any) -> None:
-    tiny = start_server("--max-model-len", "512", "--kv-cache-tokens", "800", "--block-size", "16")
+    tiny = start_server("--max-model-len", "320", "--kv-cache-tokens", "320", "--block-size", "4")
     bodies = [
         {"response_format": response_format(PERSON), "max_tokens": 200, "seed": n, "temperature": 1.2}
         for n in range(16)

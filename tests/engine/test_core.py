@@ -68,6 +68,28 @@ def test_greedy_equals_generate_in_chunks_from_the_prefix_cache_and_after_preemp
     assert driver.is_idle_and_empty()
 
 
+@pytest.mark.parametrize("settings", [{"runner": "fused"}, {"runner": "hf"}, {"deterministic": True}])
+@pytest.mark.parametrize("left", [float("nan"), float("inf")])
+def test_what_a_failed_request_has_left_in_its_blocks_reaches_nobody(
+    left: float, settings: dict[str, Any], tiny_model: TinyModels, make_driver: MakeDriver
+) -> None:
+    tiny = tiny_model("llama")
+    driver = make_driver(tiny.config(block_size=4, kv_cache_tokens=120, max_num_batched_tokens=16, **settings))
+    cache = driver.core._runner._cache
+    for tensor in (*cache._keys.values(), *cache._values.values()):
+        tensor[:, 1:] = left  # all but the padding block, which is nobody's
+    wanted = {}
+    for handle, prompt in enumerate(prompts(5, (5, 23, 1, 20, 8))):
+        wanted[handle] = tiny.generate(prompt, 14)
+        driver.add(handle, prompt, max_tokens=14, forks=(Fork(handle + 10, 0),) if handle in (0, 4) else ())
+        driver.step()
+    driver.run()
+    assert driver.failures == {}
+    assert driver.tokens == wanted | {10: wanted[0], 14: wanted[4]}
+    assert driver.core.idle_step().num_preemptions > 0
+    assert driver.is_idle_and_empty()
+
+
 @pytest.mark.parametrize("join_after", [0, 1, 2, 5, 9])
 def test_a_late_joiner_and_those_it_joins_get_what_they_get_alone(
     join_after: int, tiny_model: TinyModels, make_driver: MakeDriver

@@ -160,7 +160,14 @@ def test_rows_without_a_grammar_get_what_they_get_alone(driver: Any, hashed_toke
 
 
 @pytest.mark.parametrize(
-    "grammar", ["start: /(/", "nonsense", "{}", 'start: "a" other', '{"grammars": [{"json_schema": 3}]}']
+    "grammar",
+    [
+        "start: /(/",
+        "nonsense",
+        "{}",
+        'start: "a" other',
+        '{"grammars": [{"json_schema": 3}]}',
+    ],
 )
 def test_a_grammar_that_does_not_compile_ends_its_request_alone(grammar: str, driver: Any) -> None:
     driver.add(1, [3], max_tokens=9)
@@ -402,9 +409,9 @@ def test_the_default_model_writes_whole_objects_under_preemption(make_driver: Ma
     grammar = json.dumps({"grammars": [{"json_schema": schema | {"x-guidance": {"whitespace_flexible": False}}}]})
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     prompt = tokenizer.encode("A person in JSON: ").ids
-    driver = make_driver(EngineConfig(model=str(directory), kv_cache_tokens=160, block_size=16, max_model_len=128))
+    driver = make_driver(EngineConfig(model=str(directory), kv_cache_tokens=96, block_size=4, max_model_len=96))
     for handle in range(8):
-        driver.add(handle, prompt, grammar=grammar, temperature=1.0, seed=handle, max_tokens=100)
+        driver.add(handle, prompt, grammar=grammar, temperature=1.0, seed=handle, max_tokens=80)
     driver.run()
     assert driver.core.idle_step().num_preemptions > 0
     for handle in range(8):

@@ -191,6 +191,43 @@ def test_random_requests_get_the_synchronous_cores_tokens(
     assert driver.core.idle_step().num_preemptions > 0
 
 
+def fail_some_rows(runner: Any, modulus: int) -> Any:
+    """Make some logits NaN, the same ones in whichever step and batch they come."""
+    good_forward = runner.forward
+
+    def forward(batch: Batch) -> Any:
+        logits, rows = good_forward(batch), batch.last_rows
+        logits[(batch.token_ids[rows] * 7 + batch.positions[rows]) % modulus == 0] = float("nan")
+        return logits
+
+    runner.forward = forward
+    return runner
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_that_fail_at_random_fail_as_in_the_synchronous_core_and_nobody_else_notices(
+    seed: int, make_driver: MakeDriver, make_hashing_runner: Any, make_overlapping: Any
+) -> None:
+    rng = random.Random(seed)
+    beginnings = [[rng.randrange(32) for _ in range(20)] for _ in range(3)]
+    requests = {handle: draw_request(rng, handle, beginnings) for handle in range(0, 160, 4)}
+    config = EngineConfig(model="none", max_num_seqs=6, max_num_batched_tokens=12)
+    plain = make_driver(config, fail_some_rows(make_hashing_runner(), 61))
+    driver, device = make_overlapping(config, fail_some_rows(make_hashing_runner(num_blocks=20), 61))
+    device.rng = rng
+    for each in (plain, driver):
+        for handle, (prompt, params) in requests.items():
+            each.add(handle, prompt, **params)
+            each.step()
+        each.run()
+    assert driver.tokens == plain.tokens
+    assert driver.finishes == plain.finishes
+    assert driver.failures == plain.failures
+    assert driver.failures
+    assert driver.core.idle_step().num_preemptions > 0
+    assert driver.is_idle_and_empty()
+
+
 def test_a_step_is_launched_before_the_one_before_it_is_waited_for(make_overlapping: Any) -> None:
     driver, device = make_overlapping()
     driver.add(1, [1], max_tokens=3)

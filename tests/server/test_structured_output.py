@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from server import structured_output
 from server.errors import RequestError
-from server.grammar_checker import GrammarChecker, validate
+from server.grammar_checker import GrammarChecker, _Bytes, begin
 from server.structured_output import Grammar, choice, ebnf, find_grammar, from_json_schema, json_object, regex
 from server.tokenizer import Tokenizer
 from tests.schemas import REFUSED, all_schemas
@@ -164,7 +164,7 @@ async def test_a_library_users_grammar_is_checked_under_its_parameters_name(chec
 
 async def test_a_text_is_checked_once(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
-    monkeypatch.setattr("server.grammar_checker.validate", lambda text, *_: checked.append(text) or (False, []))
+    monkeypatch.setattr("server.grammar_checker.GrammarChecker._check", lambda _, text: checked.append(text))
     for text in ("a", "b", "a"):
         await checker.check(text)
     assert checked == ["a", "b"]
@@ -224,14 +224,15 @@ def _resident_kb() -> int:
 @pytest.mark.parametrize("keyword", REFUSED)
 def test_a_schema_keyword_that_cannot_be_followed_is_named(keyword: str) -> None:
     try:
-        _, (error,) = validate(from_json_schema(REFUSED[keyword]))
+        error = begin(from_json_schema(REFUSED[keyword]), LLTokenizer(TokenizerWrapper(_Bytes())))
     except RequestError as exc:
         error = str(exc)
     assert keyword in error
 
 
 def test_all_other_schemas_are_taken() -> None:
-    assert [validate(from_json_schema(schema)) for schema in all_schemas()] == [(False, [])] * 200
+    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
+    assert [begin(from_json_schema(schema), tokenizer) for schema in all_schemas()] == [""] * 200
 
 
 @pytest.mark.parametrize(
