@@ -1,6 +1,6 @@
 """Request fields that both generating endpoints have: strict types, unknown ones ignored, unsupported ones refused."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -8,7 +8,7 @@ from server.errors import RequestError, shown
 from server.sampling_params import SamplingParams
 
 # Fields that change the answer and are not supported, with the values that ask for nothing.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
     "best_of": (1,),
     "function_call": ("none",),
@@ -52,6 +52,7 @@ class StreamOptions(msgspec.Struct):
 class GenerationFields(msgspec.Struct, kw_only=True):
     """What both endpoints share; msgspec has no other way to flatten fields."""
 
+    neutral: ClassVar[dict[str, tuple[object, ...]]] = NEUTRAL
     model: str | None = None
     n: int | None = None
     max_tokens: int | None = None
@@ -119,7 +120,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         Raises:
             RequestError: Naming the field.
         """
-        for name, neutral in _NEUTRAL.items():
+        for name, neutral in self.neutral.items():
             value = getattr(self, name)
             if value is not None and not any(_is_same(value, v) for v in neutral):
                 raise RequestError(

@@ -37,6 +37,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    shown_special_tokens: frozenset[str] = frozenset()  # not skipped with the others: markers that a parser must see
     repetition_penalty: float = 1.0  # above 1: tokens of prompt and output become less likely
     frequency_penalty: float = 0.0  # subtracted for each time that a token is in the output
     presence_penalty: float = 0.0  # subtracted once for each token that is in the output

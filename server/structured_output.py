@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
 from llguidance import LLMatcher, grammar_from
 
 from server import json_schema
@@ -54,6 +55,17 @@ def from_json_schema(schema: Any, *, field: str = "json_schema", **whitespace: A
     prepared = json_schema.prepare(schema, field)
     options = {"json_allowed_escapes": _ESCAPES, **(whitespace or {"whitespace_pattern": _WHITESPACE})}
     return _named(LLMatcher.grammar_from_json_schema(prepared, overrides=options), field)  # type: ignore[arg-type]
+
+
+def json_rule(schema: dict[str, Any], *, field: str) -> str:
+    """Return a schema as an expression of Lark's notation, for JSON with the spaces that json.dumps writes.
+
+    Raises:
+        RequestError: If the schema holds what cannot be followed exactly.
+    """
+    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    options = {"json_allowed_escapes": _ESCAPES, **spaces}
+    return f"%json {msgspec.json.encode(json_schema.prepare(schema, field) | {'x-guidance': options}).decode()}"
 
 
 def json_object(*, field: str = "json_object", **whitespace: Any) -> Grammar:
