@@ -1,9 +1,11 @@
 """The command line: `ringserve serve [MODEL]`, `ringserve pull`. Options are made from the fields of ServeConfig."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import json
 import sys
 import types
 import typing
@@ -27,12 +29,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(ServeConfig)}
-    values["served_model_name"] = tuple(values["served_model_name"])
-    config = ServeConfig(**values)
+    config = ServeConfig(**{name: _listed(value) for name, value in values.items()})
     from server import launcher  # after the flags are checked: --help and errors need none of it
 
     launcher.configure_logging()
     return launcher.serve(config)
+
+
+def _listed(value: Any) -> Any:
+    """Return an option's list as a tuple; it may also be given as one JSON list, as vLLM's command line has it."""
+    if not isinstance(value, list):
+        return value
+    if len(value) == 1 and value[0].startswith("["):
+        with contextlib.suppress(ValueError):
+            return tuple(map(str, json.loads(value[0])))
+    return tuple(value)
 
 
 def _pull() -> int:

@@ -1,12 +1,15 @@
 """Configuration of `ringserve serve`: each setting written once; the command line is made from these fields."""
 
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from server.errors import StartupError
 from shm_transport.strategies import STRATEGIES
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")  # as browsers send it
 
 
 def _option(default: Any, help_text: str, metavar: str | None = None, **extra: Any) -> Any:
@@ -26,6 +29,12 @@ class ServeConfig:
     port: int = _option(8000, "port to bind; 0 for a free one", "PORT")
     served_model_name: tuple[str, ...] = _option((), "names for requests to use; responses report the first", "NAME")
     chat_template: str | None = _option(None, "a file with a Jinja chat template, or the template itself", "TEMPLATE")
+    allowed_origins: tuple[str, ...] = _option(
+        (), "origins whose pages may use the server, such as https://example.org; * for all; none if unset", "ORIGIN"
+    )
+    allowed_methods: tuple[str, ...] = _option((), "methods that those pages may use; all if unset", "METHOD")
+    allowed_headers: tuple[str, ...] = _option((), "headers that those pages may send; all if unset", "HEADER")
+    allow_credentials: bool = _option(False, "those pages may send cookies")
     max_num_queued_reqs: int = _option(2048, "live sequences beyond which new requests get a 503", "N")
     max_body_mb: int = _option(16, "largest request body, MiB", "MIB")
     drain_timeout: float = _option(30.0, "time that running streams may take to end after SIGTERM", "SECONDS")
@@ -65,6 +74,9 @@ class ServeConfig:
         _at_least(self, -1, "fail_after")
         if self.port > 65535:
             raise StartupError(f"--port is {self.port}: at most 65535")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise StartupError(f"--allowed-origins has {origin!r}: write * or scheme://host[:port], without a path")
 
     def engine_config(self, tokenizer: Path) -> dict[str, Any]:
         """Return the engine process's configuration, without its rings.
