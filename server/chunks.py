@@ -26,16 +26,22 @@ class StreamIdentity:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a request."""
+    """Tokens of a request; those of its prompt that were cached, if that is to be told."""
 
     prompt_tokens: int
     completion_tokens: int = 0
+    cached_tokens: int | None = None
 
     def to_json(self) -> bytes:
         """Return OpenAI's usage object."""
         total = self.prompt_tokens + self.completion_tokens
-        form = b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d}'
-        return form % (self.prompt_tokens, total, self.completion_tokens)
+        details = (
+            b""
+            if self.cached_tokens is None
+            else (b',"prompt_tokens_details":{"cached_tokens":%d}' % self.cached_tokens)
+        )
+        form = b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d%b}'
+        return form % (self.prompt_tokens, total, self.completion_tokens, details)
 
 
 class LogprobFormat(Protocol):

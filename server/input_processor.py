@@ -128,9 +128,9 @@ class InputProcessor:
 
     def _truncate(self, token_ids: list[int], truncation: Truncation) -> list[int]:
         context, limit = self._model.max_model_len, truncation.max_tokens
-        if limit < -1 or limit > context:
+        if limit != -1 and not 1 <= limit <= context:
             raise RequestError(
-                f"truncate_prompt_tokens is {shown(limit)}: must be from -1 to the context of {context}",
+                f"truncate_prompt_tokens is {shown(limit)}: must be from 1 to the context of {context}, or -1",
                 param="truncate_prompt_tokens",
             )
         limit = context - 1 if limit == -1 else limit

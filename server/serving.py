@@ -85,6 +85,7 @@ class StreamResponse:
         stream = EventStream(
             sink,
             self._form_of(collectors),
+            cached_tokens=lambda: sum(collector.num_cached_tokens for collector in collectors),
             headers=self._headers,
             num_choices=sum(request.params.n for request in self._requests),
             num_prompt_tokens=[len(request.prompt_token_ids) for request in self._requests],

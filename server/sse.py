@@ -1,6 +1,6 @@
 """Server-sent events: the stream that writes a response's chunks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -30,6 +30,7 @@ class EventStream:
         num_prompt_tokens: Of each prompt; the choices are split evenly over them.
         include_usage: Send a usage chunk before [DONE].
         continuous_usage: Send usage in every chunk too.
+        cached_tokens: Returns how many tokens of all prompts were cached, once the stream has ended.
         headers: Of the response, beside those of every event stream.
     """
 
@@ -42,6 +43,7 @@ class EventStream:
         num_prompt_tokens: list[int],
         include_usage: bool = False,
         continuous_usage: bool = False,
+        cached_tokens: Callable[[], int | None] = lambda: None,
         headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         self._sink = sink
@@ -52,6 +54,7 @@ class EventStream:
         self._completion_tokens = [0] * num_choices
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage and include_usage
+        self._cached_tokens = cached_tokens
         self._headers = [*SSE_HEADERS, *headers]
         self._is_open = False
         self._is_finished = False
@@ -120,7 +123,7 @@ class EventStream:
     def _finish(self, data: bytes) -> None:
         self._is_finished = True
         if self._include_usage:
-            total = Usage(sum(self._prompt_tokens), sum(self._completion_tokens))
+            total = Usage(sum(self._prompt_tokens), sum(self._completion_tokens), self._cached_tokens())
             data += self._form.usage(total.to_json())
         if not self._is_open:
             self._open()
