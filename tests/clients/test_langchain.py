@@ -46,6 +46,7 @@ async def test_the_async_ways_give_the_same(chat, answer: str) -> None:
 
 
 def test_a_batch_is_answered_in_order(chat) -> None:
+    chat = chat.bind(max_tokens=10)
     texts = [TEXT, "Count from one to five.", "Say hello."]
     assert [answer.content for answer in chat.batch(texts)] == [chat.invoke(text).content for text in texts]
 
