@@ -9,6 +9,7 @@ from server.bench import plot
 from server.bench.config import BenchConfig
 from server.bench.figures import summarize, table
 from server.bench.load import Run, run_load
+from server.errors import StartupError
 
 
 def bench(config: BenchConfig) -> int:
@@ -19,6 +20,9 @@ def bench(config: BenchConfig) -> int:
     """
     if config.plot is not None:
         plot.check_installed()
+    for path in filter(None, (config.json, config.plot)):
+        if not Path(path).absolute().parent.is_dir():
+            raise StartupError(f"{path} cannot be written: there is no such directory")
     run = uvloop.run(run_load(config))
     summary = summarize(config, run)
     text = table(summary)

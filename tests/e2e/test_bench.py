@@ -1,5 +1,6 @@
 """`ringserve bench` as a user runs it, against engines whose figures are known."""
 
+import importlib.util
 import json
 import signal
 import subprocess
@@ -8,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from server.bench import command
+from server.bench.config import BenchConfig
+from server.errors import StartupError
 from tests.e2e.conftest import CLI, RunningServer
 
 STEP_MS, PREFILL_MS, NUM_TOKENS = 20, 100, 25
@@ -92,6 +96,20 @@ def test_a_dead_server_is_an_error_that_says_so() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("ringserve: error: nothing answers at http://127.0.0.1:9/v1/models")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_told_before_the_load(option: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the plot's extra is not installed")
+    done = bench("http://127.0.0.1:9", option, str(tmp_path / "missing" / "file"))
+    assert done.returncode == 2
+    assert "there is no such directory" in done.stderr
+
+
+def test_a_plot_without_its_library_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(StartupError, match=r"pip install 'ringserve\[bench\]'"):
+        command.bench(BenchConfig(url="http://127.0.0.1:9", plot="a.png"))
 
 
 def test_a_request_that_cannot_succeed_stops_before_the_load(synthetic: RunningServer) -> None:
