@@ -1,5 +1,7 @@
 """CORS over real sockets: every kind of response carries the headers, and none while it is off."""
 
+import json
+
 import httpx
 import pytest
 
@@ -49,6 +51,12 @@ def cors_headers(response: httpx.Response) -> dict[str, str]:
     return {name: value for name, value in response.headers.items() if name.startswith("access-control-")}
 
 
+def streamed_text(response: httpx.Response) -> str:
+    """Return a completion stream's text; how it is cut into events depends on the machine's load."""
+    *chunks, _ = (json.loads(event[6:]) for event in response.text.replace("[DONE]", "0").split("\n\n") if event)
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_every_response_allows_the_origin_once(server: RunningServer, kind: str) -> None:
     response = ask(server, kind, ORIGIN)
@@ -67,7 +75,7 @@ def test_other_origins_get_no_headers_but_caches_are_told(server: RunningServer,
 
 def test_a_stream_is_whole_and_its_connection_lives_on(server: RunningServer) -> None:
     plain, cross = ask(server, "stream", None), ask(server, "stream", ORIGIN)
-    assert cross.text.count("data: ") == plain.text.count("data: ") > 2
+    assert streamed_text(cross) == streamed_text(plain) != ""
     assert cross.text.endswith("data: [DONE]\n\n")
     assert set(cross.headers) - set(plain.headers) == set(cors_headers(cross))
     assert cross.extensions["network_stream"] is plain.extensions["network_stream"]
