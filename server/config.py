@@ -1,6 +1,7 @@
 """Configuration of `ringserve serve`: each setting written once; the command line is made from these fields."""
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from server.chat_settings import REASONING_PARSERS, TOOL_PARSERS
 from server.errors import StartupError
 from server.log_format import FORMATS
 from shm_transport.strategies import STRATEGIES
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")  # as browsers send it
 
 
 def _option(default: Any, help_text: str, metavar: str | None = None, **extra: Any) -> Any:
@@ -34,6 +37,12 @@ class ServeConfig:
         "none", "think: <think>...</think> becomes reasoning_content", choices=REASONING_PARSERS
     )
     chat_template: str | None = _option(None, "a file with a Jinja chat template, or the template itself", "TEMPLATE")
+    allowed_origins: tuple[str, ...] = _option(
+        (), "origins whose pages may use the server, such as https://example.org; * for all; none if unset", "ORIGIN"
+    )
+    allowed_methods: tuple[str, ...] = _option((), "methods that those pages may use; all if unset", "METHOD")
+    allowed_headers: tuple[str, ...] = _option((), "headers that those pages may send; all if unset", "HEADER")
+    allow_credentials: bool = _option(False, "those pages may send cookies")
     max_num_queued_reqs: int = _option(2048, "live sequences beyond which new requests get a 503", "N")
     max_stored_responses: int = _option(1024, "responses kept for previous_response_id; 0 keeps none", "N")
     max_body_mb: int = _option(16, "largest request body, MiB", "MIB")
@@ -87,6 +96,9 @@ class ServeConfig:
                 raise StartupError(f"--{each.name.replace('_', '-')} is {value!r}: one of {', '.join(choices)}")
         if self.port > 65535:
             raise StartupError(f"--port is {self.port}: at most 65535")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise StartupError(f"--allowed-origins has {origin!r}: write * or scheme://host[:port], without a path")
         self._check_adapters()
 
     @property

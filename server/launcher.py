@@ -15,11 +15,13 @@ from collections.abc import Iterator
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from server.app import build_app
 from server.async_llm import AsyncLLM
 from server.chat_settings import ChatSettings
 from server.config import ServeConfig
+from server.cors import Cors, CorsPolicy
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
 from server.request_log import RequestLog
@@ -131,8 +133,11 @@ def _model_names(config: ServeConfig, directory_name: str) -> tuple[str, ...]:
 
 
 def _uvicorn_config(config: ServeConfig, serving: Serving) -> uvicorn.Config:
+    app: ASGIApp = build_app(serving)
+    if config.allowed_origins:
+        app = Cors(app, CorsPolicy.of(config))
     return uvicorn.Config(
-        build_app(serving),
+        app,
         http=RingserveProtocol,
         loop="uvloop",
         ws="none",
