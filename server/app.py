@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from server.errors import MethodNotAllowedError, NotFoundError, RequestError, ServerError
 from server.json_response import JsonResponse, error_response
 from server.openai_routes import ROUTES
+from server.request_id import echoed_header
 from server.serving import Serving
 
 logger = logging.getLogger(__name__)
@@ -83,9 +84,9 @@ async def version(request: Request) -> ASGIApp:
     return JsonResponse({"version": request.app.state.serving.version})
 
 
-def _server_error(_: Request, error: Exception) -> Response:
+def _server_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServerError)
-    return error_response(error)
+    return error_response(error, echoed_header(request))
 
 
 def _http_exception(request: Request, exc: Exception) -> Response:
@@ -101,9 +102,9 @@ def _http_exception(request: Request, exc: Exception) -> Response:
     else:
         error = RequestError(exc.detail)
         error.status = exc.status_code
-    return error_response(error, dict(exc.headers or {}))
+    return error_response(error, dict(exc.headers or {}) | echoed_header(request))
 
 
-def _unexpected(_: Request, exc: Exception) -> Response:
+def _unexpected(request: Request, exc: Exception) -> Response:
     logger.error("a request failed unexpectedly", exc_info=exc)
-    return error_response(ServerError("the server failed; its log has the details"))
+    return error_response(ServerError("the server failed; its log has the details"), echoed_header(request))

@@ -1,6 +1,8 @@
 """Chat templates: Jinja in a sandbox, with the globals that transformers gives its templates."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -27,6 +29,27 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatPrompt:
+    """What a chat template gets.
+
+    Attributes:
+        messages: Each with `role` and `content`, a string.
+        tools: OpenAI's `tools`.
+        documents: For templates that quote them.
+        add_generation_prompt: End with the beginning of the assistant's turn.
+        continues_final_message: End inside the last message, for the answer to go on with it.
+        extra: Further variables of the template; the names above win.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continues_final_message: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
 class ChatTemplate:
     """One compiled template.
 
@@ -46,24 +69,45 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = special_tokens
+        self._knows_developer = "developer" in source
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as exc:
             raise StartupError(f"the chat template is not valid Jinja: {exc}") from exc
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """Return the prompt.
+    def render(self, prompt: ChatPrompt) -> str:
+        """Return the prompt's text.
 
         Raises:
             RequestError: If the template refuses the messages, or stumbles over them.
         """
+        messages = prompt.messages if self._knows_developer else [_as_system(message) for message in prompt.messages]
+        names = {
+            **prompt.extra, **self._special_tokens, "messages": messages, "tools": prompt.tools,
+            "documents": prompt.documents, "add_generation_prompt": prompt.add_generation_prompt,
+        }  # fmt: skip
         try:
-            return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )  # fmt: skip
+            text = self._template.render(names)
         except _STUMBLES as exc:
             raise RequestError(f"the model's chat template refuses these messages: {exc}", param="messages") from exc
+        return _without_end(text, messages[-1]["content"]) if prompt.continues_final_message else text
+
+
+def _as_system(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a developer's message as the system's, for templates that know no developer."""
+    return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+def _without_end(text: str, final: str) -> str:
+    """Cut a rendered chat behind its last message's content, which templates may have stripped."""
+    at = text.rfind(final.strip())
+    if at < 0 or not final.strip():
+        raise RequestError(
+            "continue_final_message is true, but the last message is empty, or changed by the model's chat template",
+            param="continue_final_message",
+        )
+    kept = final.lstrip()
+    return text[: at + len(kept if text.startswith(kept, at) else final.strip())]
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

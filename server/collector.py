@@ -46,7 +46,7 @@ class RequestOutputCollector:
         self.request_id = request_id
         self.num_cached_tokens = 0
         self.arrays: dict[DataContent, NDArray[Any]] = {}  # what the engine sent of it beside tokens
-        self._prompt_token_ids = prompt_token_ids
+        self.prompt_token_ids = prompt_token_ids
         self._num_unfinished = num_sequences
         self._kind = kind
         self._slot: dict[int, CompletionOutput] = {}
@@ -121,7 +121,8 @@ class RequestOutputCollector:
         is_final_only = self._kind is OutputKind.FINAL_ONLY
         if self._slot and (is_done or not is_final_only):
             outputs = [self._take(index) for index in sorted(self._slot)]
-            return RequestOutput(self.request_id, self._prompt_token_ids, outputs, is_done, self.num_cached_tokens)
+            cached = self.num_cached_tokens
+            return RequestOutput(self.request_id, self.prompt_token_ids, outputs, is_done, cached, self.arrays)
         if self._error is not None:
             raise self._error
         return None
@@ -146,6 +147,8 @@ class RequestOutputCollector:
             merged.text.write(held.text)  # not as its initial value, with which it takes four bytes a character
         merged.text.write(newer.text)
         merged.token_ids.extend(newer.token_ids)
+        if held.logprobs is not None and newer.logprobs is not None:
+            held.logprobs.extend(newer.logprobs)
         held.finish_reason = newer.finish_reason
         held.stop_reason = newer.stop_reason
         held.num_tokens = newer.num_tokens

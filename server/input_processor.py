@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from server.chat_template import ChatPrompt
 from server.errors import RequestError, shown
 from server.model_info import ModelInfo
 from server.outputs import OutputKind
@@ -31,6 +31,17 @@ class GenerateRequest:
     kind: OutputKind = OutputKind.DELTA
     add_special_tokens: bool = True
     first_index: int = 0  # index of the first of the n sequences, for several prompts in one response
+    truncation: "Truncation | None" = None
+    priority: int = 0  # lower runs earlier
+    cache_salt: str = ""  # prompts of different salts share no cached block
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Truncation:
+    """How to shorten a prompt: to `max_tokens` tokens, -1 for what the context holds."""
+
+    max_tokens: int
+    keeps_end: bool = True  # else the beginning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +56,9 @@ class ProcessedRequest:
     eos_token_id: int
     stop_token_ids: tuple[int, ...]
     first_index: int
+    bad_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    cache_salt: str = ""
     prompt_array: NDArray[np.int32] = field(init=False)  # prompt_token_ids for the engine, once for all n sequences
 
     def __post_init__(self) -> None:
@@ -57,9 +71,14 @@ class ProcessedRequest:
         first, *forks = map(Fork, handles, params.seeds())
         return AddRequest(
             handle=first.handle, seed=first.seed, forks=tuple(forks), prompt_token_ids=self.prompt_array,
-            max_tokens=self.max_tokens, min_tokens=params.min_tokens, temperature=params.temperature,
+            max_tokens=max(self.max_tokens, 1), min_tokens=params.min_tokens, temperature=params.temperature,
             top_p=params.top_p, top_k=max(params.top_k, 0), min_p=params.min_p, eos_token_id=self.eos_token_id,
-            stop_token_ids=self.stop_token_ids,
+            stop_token_ids=self.stop_token_ids, repetition_penalty=params.repetition_penalty,
+            frequency_penalty=params.frequency_penalty, presence_penalty=params.presence_penalty,
+            logit_bias=params.logit_bias, allowed_token_ids=params.allowed_token_ids, bad_token_ids=self.bad_token_ids,
+            num_logprobs=-1 if params.logprobs is None else params.logprobs,
+            num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+            priority=self.priority, cache_salt=self.cache_salt,
         )  # fmt: skip
 
 
@@ -69,7 +88,7 @@ class InputProcessor:
     def __init__(self, model: ModelInfo) -> None:
         self._model = model
 
-    async def render_chat(self, messages: list[dict[str, Any]]) -> str:
+    async def render_chat(self, prompt: ChatPrompt) -> str:
         """Return the chat's prompt text.
 
         Raises:
@@ -78,9 +97,10 @@ class InputProcessor:
         template = self._model.chat_template
         if template is None:
             raise RequestError("this model has no chat template: use /v1/completions, or start with --chat-template")
-        if sum(len(message["content"]) + _MESSAGE_ITEMS for message in messages) <= _INLINE_ITEMS:
-            return template.render(messages)
-        return await asyncio.to_thread(template.render, messages)
+        is_small = sum(len(message["content"]) + _MESSAGE_ITEMS for message in prompt.messages) <= _INLINE_ITEMS
+        if is_small and not (prompt.tools or prompt.documents or prompt.extra):
+            return template.render(prompt)
+        return await asyncio.to_thread(template.render, prompt)
 
     async def process(self, request: GenerateRequest) -> ProcessedRequest:
         """Process one request; errors as process_all."""
@@ -97,23 +117,33 @@ class InputProcessor:
         return await asyncio.to_thread(lambda: [self._process(request) for request in requests])
 
     def _process(self, request: GenerateRequest) -> ProcessedRequest:
-        if isinstance(request.prompt, str):
-            token_ids = self._tokenize(request.prompt, request.add_special_tokens)
-        else:
-            token_ids = request.prompt
+        given = request.prompt
+        token_ids = self._tokenize(given, request) if isinstance(given, str) else given
+        if request.truncation is not None:
+            token_ids = self._truncate(token_ids, request.truncation)
         self._check_length(token_ids)
-        if token_ids is request.prompt:
+        if not isinstance(given, str):
             self._check_token_ids("prompt", token_ids)
         return self._fit(request, token_ids)
 
-    def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _truncate(self, token_ids: list[int], truncation: Truncation) -> list[int]:
+        context, limit = self._model.max_model_len, truncation.max_tokens
+        if limit != -1 and not 1 <= limit <= context:
+            raise RequestError(
+                f"truncate_prompt_tokens is {shown(limit)}: must be from 1 to the context of {context}, or -1",
+                param="truncate_prompt_tokens",
+            )
+        limit = context - 1 if limit == -1 else limit
+        return token_ids[max(len(token_ids) - limit, 0) :] if truncation.keeps_end else token_ids[:limit]
+
+    def _tokenize(self, text: str, request: GenerateRequest) -> list[int]:
         model = self._model
-        if len(text) > model.max_model_len * model.tokenizer.longest_token:
+        if len(text) > model.max_model_len * model.tokenizer.longest_token and request.truncation is None:
             raise RequestError(
                 f"prompt has {len(text)} characters, more than {model.max_model_len} tokens can hold: shorten it",
                 param="prompt",
             )
-        return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
 
     def _check_length(self, token_ids: list[int]) -> None:
         limit = self._model.max_model_len
@@ -140,13 +170,41 @@ class InputProcessor:
                 param="min_tokens",
             )
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        self._check_token_ids("allowed_token_ids", params.allowed_token_ids)
+        self._check_token_ids("bad_token_ids", params.bad_token_ids)
+        self._check_token_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
+        self._check_logprobs(params)
         extra_eos = () if params.ignore_eos else model.extra_eos_token_ids
         return ProcessedRequest(
-            request_id=request.request_id, prompt_token_ids=token_ids, params=params, kind=request.kind,
-            max_tokens=max_tokens, eos_token_id=-1 if params.ignore_eos else model.eos_token_id,
+            request_id=request.request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            kind=request.kind,
+            max_tokens=max_tokens,
+            eos_token_id=-1 if params.ignore_eos else model.eos_token_id,
             stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *extra_eos))),
             first_index=request.first_index,
-        )  # fmt: skip
+            bad_token_ids=params.bad_token_ids + tuple(map(self._bad_token_id, params.bad_words)),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+
+    def _bad_token_id(self, word: str) -> int:
+        """Return the one token that a bad word is."""
+        token_ids = self._model.tokenizer.encode(word, add_special_tokens=False)
+        if len(token_ids) != 1:
+            raise RequestError(
+                f"bad_words holds {shown(word)}, which is {len(token_ids)} tokens: only words of one token are "
+                "supported; a word and the same after a space are different tokens",
+                param="bad_words",
+            )
+        return token_ids[0]
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        size = self._model.vocab_size
+        for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if value is not None and value > size:
+                raise RequestError(f"{name} is {value}: the vocabulary has {size} tokens", param=name)
 
     def _check_token_ids(self, field_name: str, token_ids: "list[int] | tuple[int, ...]") -> None:
         size = self._model.vocab_size

@@ -1,36 +1,46 @@
-"""The OpenAI endpoints: /v1/chat/completions, /v1/completions, /v1/models."""
+"""The OpenAI endpoints: read and validate a request, then stream or collect it (serving.py)."""
 
-import re
-import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from server.errors import RequestError
-from server.input_processor import GenerateRequest, ProcessedRequest
+from server.chat_request import ChatCompletionRequest
+from server.choices import Answer, chat_answer, completion_answer
+from server.chunks import ChatChunks, ChunkFormat, CompletionChunks, LogprobFormat, Shown
+from server.completion_request import CompletionRequest
+from server.echo import Echo, EchoChunks, PromptSource
+from server.input_processor import GenerateRequest, ProcessedRequest, Truncation
 from server.json_response import JsonResponse
-from server.openai_protocol import DEFAULT_COMPLETION_TOKENS, ChatCompletionRequest, CompletionRequest
-from server.outputs import CompletionOutput, OutputKind, RequestOutput
+from server.logprob_format import ChatLogprobs, CompletionLogprobs, TokenNames
+from server.outputs import OutputKind
 from server.request_body import read_body
+from server.request_id import HEADER, request_id
 from server.sampling_params import SamplingParams
 from server.serving import Serving, StreamResponse, collect
-from server.sse import ChatChunks, ChunkFormat, CompletionChunks, StreamIdentity
-
-_REQUEST_ID = re.compile(r"[\w.:@/-]{1,128}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Endpoint:
-    """What differs between the two generating endpoints' answers."""
+    """What differs between the two generating endpoints."""
 
     id_prefix: str
-    object: str
-    chunks: Callable[[StreamIdentity], ChunkFormat]
-    choice: Callable[[CompletionOutput], dict[str, Any]]
+    chunks: type[ChatChunks] | type[CompletionChunks]
+    logprobs: Callable[[TokenNames], LogprobFormat]
+    answer: Callable[[Answer], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prompts:
+    """A request's prompts, and what is special about them."""
+
+    prompts: list[str | list[int]]
+    add_special_tokens: bool
+    echoed: list[str] | None  # what `echo` shows of each; None: no echo
 
 
 async def chat_completions(request: Request) -> ASGIApp:
@@ -39,11 +49,14 @@ async def chat_completions(request: Request) -> ASGIApp:
     body = await read_body(request, ChatCompletionRequest, serving.max_body_bytes)
     serving.check_model(body.model)
     body.check()
-    params = body.sampling_params(body.token_limit(), serving.llm.model.sampling_defaults)
-    messages = body.template_messages()
+    defaults = serving.llm.model.sampling_defaults
+    params = body.sampling_params(body.token_limit(), defaults, logprobs=body.num_logprobs())
+    prompt = body.chat_prompt()
     serving.llm.check_admission(params.n)
-    prompt = await serving.llm.input_processor.render_chat(messages)
-    return await _answer(request, body, _CHAT, params, [prompt], add_special_tokens=False)
+    text = await serving.llm.input_processor.render_chat(prompt)
+    echoed = [body.echoed_text(prompt)] if body.echo else None
+    prompts = _Prompts(prompts=[text], add_special_tokens=bool(body.add_special_tokens), echoed=echoed)
+    return await _answer(request, body, _CHAT, params, prompts)
 
 
 async def completions(request: Request) -> ASGIApp:
@@ -52,12 +65,15 @@ async def completions(request: Request) -> ASGIApp:
     body = await read_body(request, CompletionRequest, serving.max_body_bytes)
     serving.check_model(body.model)
     body.check()
-    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    params = body.sampling_params(max_tokens, serving.llm.model.sampling_defaults)
-    prompts = body.prompts()
-    serving.llm.check_admission(params.n * len(prompts))
-    add_special_tokens = body.add_special_tokens is not False
-    return await _answer(request, body, _COMPLETION, params, prompts, add_special_tokens=add_special_tokens)
+    params = body.sampling_params(body.token_limit(), serving.llm.model.sampling_defaults, logprobs=body.logprobs)
+    given = body.prompts()
+    serving.llm.check_admission(params.n * len(given))
+    echoed = None
+    if body.echo:
+        params = _with_prompt_logprobs(params)
+        echoed = await asyncio.to_thread(_texts, serving, given, params.skip_special_tokens)
+    prompts = _Prompts(prompts=given, add_special_tokens=body.add_special_tokens is not False, echoed=echoed)
+    return await _answer(request, body, _COMPLETION, params, prompts)
 
 
 async def models(request: Request) -> ASGIApp:
@@ -87,42 +103,89 @@ async def _answer(
     body: ChatCompletionRequest | CompletionRequest,
     endpoint: _Endpoint,
     params: SamplingParams,
-    prompts: list[str | list[int]],
-    *,
-    add_special_tokens: bool,
+    prompts: _Prompts,
 ) -> ASGIApp:
     """Generate for each prompt; return the response that streams the choices, or that holds them all."""
     serving: Serving = request.app.state.serving
-    response_id = f"{endpoint.id_prefix}-{_request_id(request, body.request_id)}"
-    processed = await serving.llm.input_processor.process_all(
+    name = request_id(request, body.request_id)
+    identity = serving.identity(f"{endpoint.id_prefix}-{name}")
+    requests = await _process(serving, body, identity.response_id, params, prompts)
+    names = _names(serving, body)
+    shown = _shown(body, requests, endpoint.logprobs(names) if params.logprobs is not None else None)
+
+    def chunks(collectors: Sequence[PromptSource]) -> ChunkFormat:
+        form = endpoint.chunks(identity, shown)
+        return form if prompts.echoed is None else EchoChunks(form, Echo(prompts.echoed, collectors, params.n))
+
+    if body.stream:
+        return StreamResponse(serving.llm, requests, chunks, body.stream_options, request_id=name)
+    outputs = await collect(serving.llm, requests, request.receive)
+    if prompts.echoed is not None:
+        Echo(prompts.echoed, outputs, params.n).prepend_all(outputs)
+    answer = Answer(
+        identity=identity, requests=requests, outputs=outputs, shown=shown, names=names,
+        num_prompt_logprobs=body.prompt_logprobs,
+    )  # fmt: skip
+    is_long = shown.logprobs is not None or answer.num_prompt_logprobs is not None
+    content = await asyncio.to_thread(endpoint.answer, answer) if is_long else endpoint.answer(answer)
+    return JsonResponse(content, headers={HEADER: name})
+
+
+async def _process(
+    serving: Serving,
+    body: ChatCompletionRequest | CompletionRequest,
+    response_id: str,
+    params: SamplingParams,
+    prompts: _Prompts,
+) -> list[ProcessedRequest]:
+    truncation = None
+    if body.truncate_prompt_tokens is not None:
+        truncation = Truncation(
+            max_tokens=body.truncate_prompt_tokens, keeps_end=body.truncation_side in (None, "left")
+        )
+    return await serving.llm.input_processor.process_all(
         [
             GenerateRequest(
                 request_id=response_id,
                 prompt=prompt,
                 params=params,
                 kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
-                add_special_tokens=add_special_tokens,
+                add_special_tokens=prompts.add_special_tokens,
                 first_index=i * params.n,
+                truncation=truncation,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt or "",
             )
-            for i, prompt in enumerate(prompts)
+            for i, prompt in enumerate(prompts.prompts)
         ]
     )
-    identity = serving.identity(response_id)
-    if body.stream:
-        return StreamResponse(serving.llm, processed, endpoint.chunks(identity), body.stream_options)
-    outputs = await collect(serving.llm, processed, request.receive)
-    return JsonResponse(_response(identity, endpoint, processed, outputs))
 
 
-def _request_id(request: Request, field: str | None) -> str:
-    given = request.headers.get("x-request-id") or field
-    if given is None:
-        return secrets.token_hex(16)
-    if not _REQUEST_ID.fullmatch(given):
-        raise RequestError(
-            f"request_id is {given[:140]!r}: 1 to 128 letters, digits or any of _ . : @ / -", param="request_id"
-        )
-    return given
+def _shown(
+    body: ChatCompletionRequest | CompletionRequest, requests: list[ProcessedRequest], logprobs: LogprobFormat | None
+) -> Shown:
+    has_ids = bool(body.return_token_ids)
+    prompt_ids = [request.prompt_token_ids for request in requests] if has_ids else None
+    n = requests[0].params.n
+    return Shown(logprobs=logprobs, token_ids=has_ids, prompt_token_ids=prompt_ids, sequences_per_prompt=n)
+
+
+def _names(serving: Serving, body: ChatCompletionRequest | CompletionRequest) -> TokenNames:
+    tokenizer = serving.llm.model.tokenizer
+    return tokenizer.id_names if body.return_tokens_as_token_ids else tokenizer.names
+
+
+def _with_prompt_logprobs(params: SamplingParams) -> SamplingParams:
+    """Return the parameters of a request with echo: where it wants logprobs, it wants those of its prompt too."""
+    if params.logprobs is None:
+        return params
+    return replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
+
+
+def _texts(serving: Serving, prompts: list[str | list[int]], skip_special_tokens: bool) -> list[str]:
+    """Return the prompts as `echo` shows them."""
+    decode = serving.llm.model.tokenizer.decode
+    return [p if isinstance(p, str) else decode(p, skip_special_tokens=skip_special_tokens) for p in prompts]
 
 
 def _card(serving: Serving, name: str) -> dict[str, Any]:
@@ -132,39 +195,7 @@ def _card(serving: Serving, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _response(
-    identity: StreamIdentity, endpoint: _Endpoint, requests: list[ProcessedRequest], outputs: list[RequestOutput]
-) -> dict[str, Any]:
-    choices = [endpoint.choice(output) for request_output in outputs for output in request_output.outputs]
-    prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-    completion_tokens = sum(len(output.token_ids) for request_output in outputs for output in request_output.outputs)
-    usage = {
-        "prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + completion_tokens,
-        "completion_tokens": completion_tokens, "prompt_tokens_details": None,
-    }  # fmt: skip
-    return {
-        "id": identity.response_id, "object": endpoint.object, "created": identity.created, "model": identity.model,
-        "choices": choices, "service_tier": None, "system_fingerprint": identity.fingerprint, "usage": usage,
-    }  # fmt: skip
-
-
-def _chat_choice(output: CompletionOutput) -> dict[str, Any]:
-    message = {
-        "role": "assistant", "content": output.text, "refusal": None, "annotations": None, "audio": None,
-        "function_call": None,
-    }  # fmt: skip
-    return {
-        "index": output.index, "message": message, "logprobs": None, "finish_reason": output.finish_reason,
-        "stop_reason": output.stop_reason, "token_ids": None,
-    }  # fmt: skip
-
-
-def _completion_choice(output: CompletionOutput) -> dict[str, Any]:
-    return {
-        "index": output.index, "text": output.text, "logprobs": None, "finish_reason": output.finish_reason,
-        "stop_reason": output.stop_reason, "token_ids": None, "prompt_logprobs": None, "prompt_token_ids": None,
-    }  # fmt: skip
-
-
-_CHAT = _Endpoint("chatcmpl", "chat.completion", ChatChunks, _chat_choice)
-_COMPLETION = _Endpoint("cmpl", "text_completion", CompletionChunks, _completion_choice)
+_CHAT = _Endpoint(id_prefix="chatcmpl", chunks=ChatChunks, logprobs=ChatLogprobs, answer=chat_answer)
+_COMPLETION = _Endpoint(
+    id_prefix="cmpl", chunks=CompletionChunks, logprobs=CompletionLogprobs, answer=completion_answer
+)

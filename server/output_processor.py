@@ -15,13 +15,13 @@ from server.collector import RequestOutputCollector
 from server.detokenizer import Detokenizer
 from server.errors import EngineGenerateError
 from server.input_processor import ProcessedRequest
-from server.outputs import CompletionOutput, OutputKind
+from server.outputs import CompletionOutput, OutputKind, TokenLogprobs
 from server.sink import DeltaWriter
 from server.stop_strings import StopStringChecker
 from server.tokenizer import Tokenizer
 from shm_transport.messages import Data
 from shm_transport.records import FinishReason
-from shm_transport.step_ring import FirstRows, StepRecord
+from shm_transport.step_ring import FirstRows, Logprobs, StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ class RequestState:
     """One live sequence: its text so far, and where its output goes."""
 
     __slots__ = (
-        "_checker", "_detokenizer", "_due_at", "_interval", "_is_deferred", "_kind", "_num_shown", "_texts",
-        "_token_ids", "_undecoded", "_write_delta", "collector", "handle", "index", "is_live", "params",
+        "_checker", "_detokenizer", "_due_at", "_interval", "_is_deferred", "_kind", "_logprobs", "_num_shown",
+        "_texts", "_token_ids", "_undecoded", "_write_delta", "collector", "handle", "index", "is_live", "params",
     )  # fmt: skip
 
     def __init__(
@@ -66,7 +66,9 @@ class RequestState:
         self._interval = max(params.stream_interval, stream_interval) if request.kind is OutputKind.DELTA else 1
         self._due_at = 1  # tokens with which the next delta leaves
         self._num_shown = 0  # tokens that have left in deltas
-        self._is_deferred = request.kind is OutputKind.FINAL_ONLY and self._checker is None
+        self._logprobs = None if params.logprobs is None else TokenLogprobs(params.logprobs + 1, [], [], [])
+        is_plain = self._checker is None and self._logprobs is None
+        self._is_deferred = request.kind is OutputKind.FINAL_ONLY and is_plain
         self._undecoded = array("i")
         self._write_delta: DeltaWriter | None = None
 
@@ -88,18 +90,23 @@ class RequestState:
 
     def _try_defer(self, token_id: int) -> bool:
         """Put a token aside that is due later, with others; not where it could complete a stop string."""
-        if len(self._token_ids) + len(self._undecoded) + 1 >= self._due_at or self._checker is not None:
+        if len(self._token_ids) + len(self._undecoded) + 1 >= self._due_at:
+            return False
+        if self._checker is not None or self._logprobs is not None:
             return False
         self._undecoded.append(token_id)
         return True
 
     def find_short_way(self) -> None:
         """Look whether the collector's consumer takes ready deltas by now."""
-        if self._write_delta is None and self._kind is OutputKind.DELTA and self._interval == 1:
+        is_every_token = self._kind is OutputKind.DELTA and self._interval == 1 and self._logprobs is None
+        if self._write_delta is None and is_every_token:
             self._write_delta = self.collector.delta_writer(self.index)
 
-    def advance(self, token_ids: list[int], finish: int, stop_token_id: int) -> CompletionOutput | None:
-        """Take one row's tokens.
+    def advance(
+        self, token_ids: list[int], finish: int, stop_token_id: int, logprobs: TokenLogprobs | None = None
+    ) -> CompletionOutput | None:
+        """Take one row's tokens, and their logprobs if the request asked for them.
 
         Returns:
             What the consumer should see now by the request's OutputKind; None if nothing.
@@ -107,6 +114,8 @@ class RequestState:
         if self._undecoded:
             token_ids, self._undecoded = self._undecoded.tolist() + token_ids, array("i")
         text, num_taken, stop = self._text_of(token_ids, finish)
+        if logprobs is not None and self._logprobs is not None:
+            self._logprobs.extend(logprobs if stop is None else logprobs.first(num_taken))
         if stop is not None:
             token_ids = token_ids[:num_taken]
             return self._output(text, token_ids, "stop", stop)
@@ -150,14 +159,33 @@ class RequestState:
                 text, self._texts = "".join(self._texts), []
                 token_ids, self._num_shown = self._token_ids[self._num_shown :].tolist(), num_tokens
                 self._due_at = num_tokens + self._interval
-            return CompletionOutput(self.index, text, token_ids, finish_reason, stop_reason, num_tokens)
+            logprobs = self._take_logprobs()
+            return CompletionOutput(self.index, text, token_ids, finish_reason, stop_reason, num_tokens, logprobs)
         self._texts.append(text)
         if self._kind is OutputKind.FINAL_ONLY and finish_reason is None:
             return None
         self._texts = ["".join(self._texts)]
+        logprobs = None if self._logprobs is None else self._logprobs.first(num_tokens)
         return CompletionOutput(
-            self.index, self._texts[0], self._token_ids.tolist(), finish_reason, stop_reason, num_tokens
+            self.index, self._texts[0], self._token_ids.tolist(), finish_reason, stop_reason, num_tokens, logprobs
         )
+
+    def _take_logprobs(self) -> TokenLogprobs | None:
+        """Return the logprobs that have not left in a delta yet."""
+        logprobs = self._logprobs
+        if logprobs is not None:
+            self._logprobs = TokenLogprobs(logprobs.width, [], [], [])
+        return logprobs
+
+
+class PromptOnlyState(RequestState):
+    """A sequence of max_tokens 0: the engine samples one token, since it must, and nobody sees it."""
+
+    __slots__ = ()
+
+    def advance(self, token_ids: list[int], finish: int, *_: object) -> CompletionOutput | None:  # noqa: ARG002
+        """Return the end of the sequence, without tokens."""
+        return super().advance([], FinishReason.ABORT if finish == FinishReason.ABORT else FinishReason.LENGTH, -1)
 
 
 class OutputProcessor:
@@ -196,7 +224,8 @@ class OutputProcessor:
         )
         slot = self._take_slot()
         handle = self._generations[slot] << _SLOT_BITS | slot
-        state = RequestState(handle, request, index, collector, detokenizer, self._stream_interval)
+        kind = PromptOnlyState if request.params.max_tokens == 0 else RequestState
+        state = kind(handle, request, index, collector, detokenizer, self._stream_interval)
         self._states[slot] = state
         self._by_request_id.setdefault(collector.request_id, []).append(state)
         return state
@@ -298,7 +327,8 @@ class OutputProcessor:
             _note_first(state, record.first, row)
         if finish == FinishReason.ERROR:
             raise EngineGenerateError("the engine failed this request")
-        output = state.advance(token_ids, finish, stop_token_id)
+        logprobs = None if record.logprobs is None else _row_logprobs(record.logprobs, record, row)
+        output = state.advance(token_ids, finish, stop_token_id, logprobs)
         if output is None:
             return
         if output.finish_reason is not None:
@@ -356,6 +386,21 @@ def _row(record: StepRecord, row: int) -> tuple[list[int], int, int]:
         return token_ids, 0, -1
     assert record.stop_token_ids is not None
     return token_ids, record.finish_reasons[row], record.stop_token_ids[row]
+
+
+def _row_logprobs(columns: Logprobs, record: StepRecord, row: int) -> TokenLogprobs | None:
+    """Return one row's logprobs; None if its request asked for none."""
+    width = columns.num_entries[row]
+    if not width:
+        return None
+    first, count = row, 1
+    if record.num_tokens is not None:
+        assert record.token_offsets is not None
+        first, count = record.token_offsets[row], record.num_tokens[row]
+    start = columns.starts[row]
+    end = start + width * count
+    entries: list[float | None] = [*columns.logprobs[start:end]]
+    return TokenLogprobs(width, columns.token_ids[start:end], entries, columns.sampled_ranks[first : first + count])
 
 
 def _note_first(state: RequestState, first: FirstRows, row: int) -> None:

@@ -1,14 +1,17 @@
 """One request's sampling parameters, validated: what the model's vocabulary and context say comes in InputProcessor."""
 
+import math
 import secrets
 from dataclasses import dataclass, replace
 
 from server.errors import RequestError, shown
+from shm_transport.records import MAX_LOGPROBS
 
 MAX_N = 128
 MAX_STOP_STRINGS = 4
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_BIASED_TOKENS = 1024  # ids in logit_bias, allowed_token_ids or bad_token_ids
 _GREEDY_BELOW = 1e-5
 _INT64 = 2**63
 
@@ -17,7 +20,8 @@ _INT64 = 2**63
 class SamplingParams:
     """How to choose tokens, and when to end.
 
-    `max_tokens` None means: to the end of the context. `seed` None draws one. Temperature 0 is greedy.
+    `max_tokens` None means: to the end of the context; 0: nothing but the prompt is computed. `seed` None draws one.
+    Temperature 0 is greedy.
     """
 
     n: int = 1
@@ -33,12 +37,21 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    repetition_penalty: float = 1.0  # above 1: tokens of prompt and output become less likely
+    frequency_penalty: float = 0.0  # subtracted for each time that a token is in the output
+    presence_penalty: float = 0.0  # subtracted once for each token that is in the output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id and what is added to its logit
+    allowed_token_ids: tuple[int, ...] = ()  # none: all
+    bad_token_ids: tuple[int, ...] = ()  # never sampled
+    bad_words: tuple[str, ...] = ()  # of one token each, never sampled
+    logprobs: int | None = None  # most likely tokens to report beside the sampled one; None: no logprobs at all
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     stream_interval: int = 1  # tokens in a delta, the first and the last aside; the server may ask for more
 
     def __post_init__(self) -> None:
         """Raise RequestError for a value out of its range."""
         _check(1 <= self.n <= MAX_N, "n", self.n, f"must be from 1 to {MAX_N}")
-        _check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "must be at least 1")
+        _check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", self.max_tokens, "must be at least 0")
         _check(self.stream_interval >= 1, "stream_interval", self.stream_interval, "must be at least 1")
         _check(self.min_tokens >= 0, "min_tokens", self.min_tokens, "must be at least 0")
         # `not (a <= x <= b)` and not `x < a`, which NaN passes
@@ -49,6 +62,9 @@ class SamplingParams:
         _check(self.seed is None or -_INT64 <= self.seed < _INT64, "seed", self.seed, "must be a 64-bit integer")
         _check(self.n == 1 or not self.is_greedy, "n", self.n, "must be 1 with temperature 0: all would be the same")
         self._check_stops()
+        self._check_penalties()
+        self._check_logprobs("logprobs", self.logprobs)
+        self._check_logprobs("prompt_logprobs", self.prompt_logprobs)
 
     @property
     def is_greedy(self) -> bool:
@@ -65,6 +81,20 @@ class SamplingParams:
         return replace(
             self, stop=tuple(dict.fromkeys(self.stop)), stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids))
         )
+
+    def _check_penalties(self) -> None:
+        _check(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "must be above 0")
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            _check(-2 <= value <= 2, name, value, "must be from -2 to 2")
+        for name in ("logit_bias", "allowed_token_ids", "bad_token_ids", "bad_words"):
+            count = len(getattr(self, name))
+            _check(count <= MAX_BIASED_TOKENS, name, f"{count} entries", f"at most {MAX_BIASED_TOKENS}")
+        for token_id, bias in self.logit_bias:
+            _check(-100 <= bias <= 100, f"logit_bias.{token_id}", bias, "must be from -100 to 100")
+
+    def _check_logprobs(self, name: str, value: int | None) -> None:
+        _check(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"must be from 0 to {MAX_LOGPROBS}")
 
     def _check_stops(self) -> None:
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS}")

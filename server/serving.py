@@ -5,18 +5,21 @@ The handler's own task only waits for the end or the disconnect.
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from starlette.types import Receive, Scope, Send
 
 from server.async_llm import AsyncLLM
+from server.chunks import ChunkFormat, StreamIdentity
 from server.collector import RequestOutputCollector
 from server.errors import ClientGoneError, NotFoundError, ServerError, shown
+from server.generation_fields import StreamOptions
 from server.input_processor import ProcessedRequest
-from server.openai_protocol import StreamOptions
 from server.outputs import RequestOutput
-from server.sink import open_sink, until_disconnect
-from server.sse import ChunkFormat, EventStream, StreamIdentity
+from server.request_id import HEADER
+from server.sink import Headers, open_sink, until_disconnect
+from server.sse import EventStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,28 +53,45 @@ class Serving:
 
 
 class StreamResponse:
-    """An ASGI response that streams requests' tokens as server-sent events, in one stream, by choice index."""
+    """An ASGI response that streams requests' tokens as server-sent events, in one stream, by choice index.
+
+    Args:
+        llm: Generates.
+        requests: Ready to submit.
+        form_of: Makes the chunk format from the requests' collectors, which are filled in when it is used.
+        options: The request's `stream_options`.
+        request_id: For the response's header; "" for none.
+    """
 
     def __init__(
-        self, llm: AsyncLLM, requests: list[ProcessedRequest], form: ChunkFormat, options: StreamOptions | None
+        self,
+        llm: AsyncLLM,
+        requests: list[ProcessedRequest],
+        form_of: Callable[[list[RequestOutputCollector]], ChunkFormat],
+        options: StreamOptions | None,
+        *,
+        request_id: str = "",
     ) -> None:
         self._llm = llm
         self._requests = requests
-        self._form = form
+        self._form_of = form_of
         self._options = options or StreamOptions()
+        self._headers: Headers = [(HEADER.encode(), request_id.encode())] if request_id else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run until the stream has ended or the client is gone."""
         sink = open_sink(scope, send)
+        collectors: list[RequestOutputCollector] = []
         stream = EventStream(
             sink,
-            self._form,
+            self._form_of(collectors),
+            cached_tokens=lambda: sum(collector.num_cached_tokens for collector in collectors),
+            headers=self._headers,
             num_choices=sum(request.params.n for request in self._requests),
             num_prompt_tokens=[len(request.prompt_token_ids) for request in self._requests],
             include_usage=bool(self._options.include_usage),
             continuous_usage=bool(self._options.continuous_usage_stats),
         )
-        collectors: list[RequestOutputCollector] = []
         try:
             _submit(self._llm, self._requests, collectors, stream)
             sink.on_writable = _Flush(collectors)

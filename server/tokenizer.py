@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from server.chat_template import ChatTemplate
 from server.detokenizer import Detokenizer, StreamDetokenizer, TableDetokenizer
 from server.errors import StartupError, shown
+from server.logprob_format import TokenNames
 from server.token_table import make_tables
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -20,6 +21,7 @@ class Tokenizer:
     Attributes:
         vocab_size: Ids that the tokenizer has; the model's vocabulary may be larger.
         eos_token_id: From tokenizer_config.json, or None.
+        names: Of tokens in logprobs; `id_names`: the same by token id.
         longest_token: Characters of the longest token: a text of n characters has at least n / longest_token tokens.
     """
 
@@ -33,6 +35,8 @@ class Tokenizer:
         self.longest_token = max(map(len, vocab), default=1)
         self.special_tokens = special_tokens
         self.eos_token_id: int | None = vocab.get(special_tokens.get("eos_token", ""))
+        self.names = TokenNames(self.bytes_of)
+        self.id_names = TokenNames(self.bytes_of, as_ids=True)
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
@@ -59,6 +63,16 @@ class Tokenizer:
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a whole sequence."""
         return str(self._library.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes that one token is, special or not; none for an id without a token.
+
+        Raises:
+            ValueError: If it can be no token id.
+        """
+        if self._tables is not None:
+            return self._tables[False].bytes_of(token_id)
+        return self.decode([token_id], skip_special_tokens=False).encode()
 
     def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
         """Return a new incremental detokenizer for the output of this prompt."""

@@ -6,6 +6,7 @@ The numpy views of a slot's columns are made once, at attach.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,7 @@ class Logprobs:
     """LogprobColumns as lists."""
 
     num_entries: list[int]
+    starts: list[int]  # each row's first entry
     token_ids: list[int]
     logprobs: list[float]
     sampled_ranks: list[int]
@@ -375,11 +377,13 @@ def _first_rows(views: Views, num_rows: int) -> FirstRows:
 def _logprobs(views: Views, header: RecordHeader, counts: list[int] | None) -> Logprobs:
     num_entries = header.num_logprob_entries
     entries: list[int] = views["num_logprobs"][: header.num_rows].tolist()
-    needed = sum(entries) if counts is None else sum(e * c for e, c in zip(entries, counts, strict=True))
+    sizes = entries if counts is None else [e * c for e, c in zip(entries, counts, strict=True)]
+    *starts, needed = accumulate(sizes, initial=0)
     if needed != num_entries:
         raise RecordError(f"the rows of a STEP record need {needed} logprob entries, it has {num_entries}")
     return Logprobs(
         num_entries=entries,
+        starts=starts,
         token_ids=views["logprob_token_id"][:num_entries].tolist(),
         logprobs=views["logprob"][:num_entries].tolist(),
         sampled_ranks=views["sampled_rank"][: header.num_tokens].tolist(),

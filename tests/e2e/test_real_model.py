@@ -9,6 +9,8 @@ import sys
 import httpx
 import openai
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from server.model_path import resolve
 from tests.e2e.conftest import RunningServer
@@ -103,6 +105,79 @@ async def test_32_sdk_clients_at_once_get_what_each_gets_alone(server) -> None:
         alone = [await ask(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
     assert together == alone
     assert len(set(together)) > 8
+
+
+def log_softmax_of(text: str, token_ids: list[int]) -> torch.Tensor:
+    """Return transformers' log probabilities after each token of a prompt and its continuation, [num_tokens, vocab]."""
+    model = AutoModelForCausalLM.from_pretrained(resolve(None), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(resolve(None))
+    ids = tokenizer(text, add_special_tokens=False).input_ids + token_ids
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([ids])).logits[0], dim=-1)
+
+
+def test_logprobs_of_prompt_and_output_are_those_of_transformers(sdk) -> None:
+    prompt = "The capital of France is"
+    answer = sdk.completions.create(
+        model="SmolLM2-135M-Instruct", prompt=prompt, temperature=0, max_tokens=4, logprobs=3, echo=True,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    [choice] = answer.choices
+    expected = log_softmax_of(prompt, choice.token_ids)
+    ids = choice.prompt_token_ids + choice.token_ids
+    assert choice.logprobs.token_logprobs[0] is None
+    ours = torch.tensor(choice.logprobs.token_logprobs[1:])
+    theirs = expected[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
+    for shown, row in zip(choice.logprobs.top_logprobs[1:], expected, strict=False):
+        assert max(shown.values()) == pytest.approx(float(row.max()), abs=1e-3)
+    assert "".join(choice.logprobs.tokens) == choice.text
+
+
+def test_logprob_bytes_of_characters_made_of_several_tokens_join_to_the_text(sdk) -> None:
+    answer = sdk.chat.completions.create(
+        model="SmolLM2-135M-Instruct", messages=[{"role": "user", "content": "Reply with five rare emoji."}],
+        temperature=0, max_tokens=40, logprobs=True, top_logprobs=3,
+        logit_bias={10813: 4},  # the first half of many emoji
+    )  # fmt: skip
+    [choice] = answer.choices
+    entries = choice.logprobs.content
+    assert len(entries) == answer.usage.completion_tokens
+    joined = b"".join(bytes(entry.bytes) for entry in entries if not entry.token.startswith("<|"))
+    assert joined.decode(errors="ignore") == choice.message.content
+    assert any(entry.token.startswith("bytes:") for entry in entries)
+    assert all(entry.logprob <= entry.top_logprobs[0].logprob for entry in entries)
+
+
+def test_biases_lists_and_penalties_change_what_is_said(server) -> None:
+    def said(**fields: object) -> list[int]:
+        body = {"prompt": "One, two, three,", "max_tokens": 6, "temperature": 0, "return_token_ids": True, **fields}
+        return server.complete(**body)["choices"][0]["token_ids"]
+
+    free = said()
+    assert said(logit_bias={"260": 100}) == [260] * 6
+    assert free[0] not in said(logit_bias={str(free[0]): -100})
+    assert set(said(allowed_token_ids=[300, 301])) <= {300, 301}
+    assert " four" not in server.complete(prompt="One, two, three,", max_tokens=6, temperature=0,
+                                          bad_words=[" four"])["choices"][0]["text"]  # fmt: skip
+    repeating = said(max_tokens=40)
+    for penalty in ({"repetition_penalty": 1.5}, {"frequency_penalty": 2}, {"presence_penalty": 2}):
+        assert len(set(said(max_tokens=40, **penalty))) > len(set(repeating))
+
+
+def test_a_prompt_seen_before_comes_from_the_cache_unless_its_salt_is_another(server) -> None:
+    prompt = "A long story about a cat. " * 20
+
+    def cached(**fields: object) -> int:
+        return server.complete(prompt=prompt, max_tokens=1, **fields)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    first = cached(cache_salt="mine")
+    assert first == 0
+    assert cached(cache_salt="mine") > 64
+    assert cached(cache_salt="yours") == 0
+    body = {"prompt": prompt, "max_tokens": 1, "cache_salt": "mine", "stream_options": {"include_usage": True}}
+    usage = server.stream("/v1/completions", **body)[-2]["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == cached(cache_salt="mine")
 
 
 def test_a_closed_socket_frees_its_request_in_the_real_engine(server, wait) -> None:

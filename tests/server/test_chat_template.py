@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from server import model_path
-from server.chat_template import ChatTemplate
+from server.chat_template import ChatPrompt, ChatTemplate
 from server.errors import RequestError, StartupError
 from server.tokenizer import load_chat_template
 
@@ -22,7 +22,7 @@ CHATS: list[list[dict[str, Any]]] = [
 
 
 def render(source: str, messages: Any = (USER,), **special_tokens: str) -> str:
-    return ChatTemplate(source, special_tokens).render(list(messages))
+    return ChatTemplate(source, special_tokens).render(ChatPrompt(messages=list(messages)))
 
 
 def test_the_default_model_s_prompts_are_those_of_transformers() -> None:
@@ -35,7 +35,7 @@ def test_the_default_model_s_prompts_are_those_of_transformers() -> None:
     for chat in CHATS:
         for add_generation_prompt in (True, False):
             expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=add_generation_prompt)
-            assert ours.render(chat, add_generation_prompt=add_generation_prompt) == expected
+            assert ours.render(ChatPrompt(messages=chat, add_generation_prompt=add_generation_prompt)) == expected
 
 
 GENERATION = "{% for m in messages %}{% generation %}{{ m.content }}!{% endgeneration %}{% endfor %}"
@@ -55,7 +55,7 @@ def test_a_template_renders_as_in_transformers(source: str) -> None:
     theirs = AutoTokenizer.from_pretrained(model_path.resolve(None))
     for chat in CHATS:
         expected = theirs.apply_chat_template(chat, chat_template=source, tokenize=False)
-        assert ChatTemplate(source, {}).render(chat, add_generation_prompt=False) == expected
+        assert ChatTemplate(source, {}).render(ChatPrompt(messages=chat, add_generation_prompt=False)) == expected
 
 
 def test_a_loop_can_break_and_continue() -> None:
@@ -109,7 +109,7 @@ def test_a_template_that_stumbles_over_the_messages_is_a_request_error(source: s
 def test_the_sandbox_lets_nothing_out(source: str) -> None:
     messages = [dict(USER)]
     try:
-        rendered = ChatTemplate(source, {}).render(messages)
+        rendered = ChatTemplate(source, {}).render(ChatPrompt(messages=messages))
     except RequestError:
         rendered = ""
     assert rendered in ("", "Undefined")
@@ -131,7 +131,7 @@ def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
 def loaded(directory: Path, override: str | None = None) -> str:
     template = load_chat_template(directory, override, {})
     assert template is not None
-    return template.render([USER])
+    return template.render(ChatPrompt(messages=[USER]))
 
 
 def test_the_template_is_taken_from_the_configuration_and_a_file_beside_it_wins(tmp_path: Path) -> None:
@@ -159,3 +159,46 @@ def test_the_users_template_wins_as_a_file_and_as_source(tmp_path: Path) -> None
 def test_a_template_file_that_is_not_there_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"--chat-template '.*nowhere' is neither"):
         load_chat_template(tmp_path, str(tmp_path / "nowhere"), {})
+
+
+def test_a_developer_s_message_is_the_system_s_unless_the_template_knows_developers() -> None:
+    source = "{% for m in messages %}{{ m.role }} {% endfor %}"
+    messages = [{"role": "developer", "content": "a"}, USER]
+    assert render(source, messages) == "system user "
+    assert render("{# developer #}" + source, messages) == "developer user "
+
+
+@pytest.mark.parametrize("content", ["The sky", " The sky ", "\n\nThe\n"])
+@pytest.mark.parametrize("source", ["{{ messages[-1].content }}<end>", "{{ messages[-1].content | trim }}<end>"])
+def test_a_continued_message_ends_the_prompt(source: str, content: str) -> None:
+    prompt = ChatPrompt(
+        messages=[USER, {"role": "assistant", "content": content}],
+        add_generation_prompt=False,
+        continues_final_message=True,
+    )
+    kept = content.strip() if "trim" in source else content
+    assert ChatTemplate("<s>" + source, {}).render(prompt) == "<s>" + kept
+
+
+def test_a_continued_message_is_the_last_one_also_where_an_earlier_one_has_its_text() -> None:
+    source = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+    prompt = ChatPrompt(messages=messages, add_generation_prompt=False, continues_final_message=True)
+    assert ChatTemplate(source, {}).render(prompt) == "[a][a"
+
+
+def test_a_message_that_cannot_be_continued_is_refused() -> None:
+    for content in ("", " \n", "gone"):
+        messages = [USER, {"role": "assistant", "content": content}]
+        prompt = ChatPrompt(messages=messages, add_generation_prompt=False, continues_final_message=True)
+        with pytest.raises(RequestError, match="continue_final_message is true, but"):
+            ChatTemplate("{{ messages[0].content }}", {}).render(prompt)
+
+
+def test_a_template_gets_tools_documents_and_the_request_s_variables_but_not_in_place_of_its_own() -> None:
+    source = "{{ tools[0].n }} {{ documents[0].d }} {{ deep }} {{ messages | length }} {{ bos_token }}"
+    prompt = ChatPrompt(
+        messages=[USER], tools=[{"n": 1}], documents=[{"d": 2}],
+        extra={"deep": 3, "messages": [], "tools": None, "bos_token": "x"},
+    )  # fmt: skip
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render(prompt) == "1 2 3 1 <s>"

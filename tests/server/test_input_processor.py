@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
-from server.chat_template import ChatTemplate
+from server.chat_template import ChatPrompt, ChatTemplate
 from server.errors import RequestError
 from server.input_processor import GenerateRequest, InputProcessor, ProcessedRequest
 from server.model_info import ModelInfo
@@ -142,12 +142,12 @@ async def test_long_texts_are_tokenized_and_rendered_off_the_loop(
     large = replace(model, max_model_len=10_000)
     for text in ("a b", "a " * 3000):
         await process(large, text)
-        await InputProcessor(large).render_chat([{"role": "user", "content": text}])
+        await InputProcessor(large).render_chat(ChatPrompt(messages=[{"role": "user", "content": text}]))
     is_main = [thread is threading.main_thread() for thread in threads]
     assert is_main == [True, True, False, False]
 
 
 async def test_a_chat_is_rendered_by_the_model_s_template(model: ModelInfo) -> None:
-    assert await InputProcessor(model).render_chat([{"role": "user", "content": "a"}]) == "<s>a"
+    assert await InputProcessor(model).render_chat(ChatPrompt(messages=[{"role": "user", "content": "a"}])) == "<s>a"
     with pytest.raises(RequestError, match="no chat template: use /v1/completions"):
-        await InputProcessor(replace(model, chat_template=None)).render_chat([])
+        await InputProcessor(replace(model, chat_template=None)).render_chat(ChatPrompt(messages=[]))

@@ -6,8 +6,9 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
+from server.chat_request import ChatCompletionRequest
+from server.completion_request import CompletionRequest
 from server.errors import BodyTooLargeError, RequestError
-from server.openai_protocol import ChatCompletionRequest, CompletionRequest
 from server.request_body import decode, read_body
 
 JSON = {"content-type": "application/json"}

@@ -16,7 +16,7 @@ NAN = float("nan")
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("n", 0), ("n", MAX_N + 1), ("max_tokens", 0), ("min_tokens", -1), ("temperature", -0.001), ("temperature", NAN),
+    [("n", 0), ("n", MAX_N + 1), ("max_tokens", -1), ("min_tokens", -1), ("temperature", -0.001), ("temperature", NAN),
      ("temperature", 2.001), ("temperature", float("inf")), ("top_p", 0.0), ("top_p", 1.001), ("top_p", NAN),
      ("top_k", -2), ("top_k", 2**31), ("min_p", -0.1), ("min_p", 1.1), ("min_p", NAN), ("seed", 2**63),
      ("seed", -(2**63) - 1), ("stop", ("a",) * (MAX_STOP_STRINGS + 1)), ("stop", ("a", "")),

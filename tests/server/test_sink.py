@@ -14,6 +14,7 @@ import uvloop
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from server.chunks import CompletionChunks, StreamIdentity
 from server.collector import RequestOutputCollector
 from server.errors import EngineDeadError, OverloadedError
 from server.http_protocol import RingserveProtocol, TransportSink
@@ -22,7 +23,6 @@ from server.outputs import CompletionOutput, OutputKind
 from server.sampling_params import SamplingParams
 from server.serving import StreamResponse
 from server.sink import AsgiSink, open_sink
-from server.sse import CompletionChunks, StreamIdentity
 
 LIMIT_S = 30.0
 WAYS = ["transport", "asgi-uvicorn", "asgi"]
@@ -158,7 +158,7 @@ class Bench:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         identity = StreamIdentity(response_id="r", created=1, model="m", fingerprint="f")
-        response = StreamResponse(self.llm, self._requests, CompletionChunks(identity), None)
+        response = StreamResponse(self.llm, self._requests, lambda _: CompletionChunks(identity), None)
         try:
             await response(scope, receive, send)
         finally:

@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.chunks import ChatChunks, CompletionChunks, StreamIdentity
 from server.errors import EngineDeadError, EngineGenerateError, OverloadedError
+from server.json_string import json_string
 from server.outputs import CompletionOutput
 from server.sink import Headers
-from server.sse import ChatChunks, CompletionChunks, EventStream, StreamIdentity, json_string
+from server.sse import EventStream
 
 IDENTITY = StreamIdentity(response_id="cmpl-1", created=17, model="a/model", fingerprint="ringserve-0")
 FORMS = [ChatChunks, CompletionChunks]

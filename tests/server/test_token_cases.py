@@ -27,7 +27,7 @@ from server.sampling_params import SamplingParams
 from server.tokenizer import Tokenizer
 from shm_transport.records import FinishReason
 from shm_transport.ring import RecordHeader
-from shm_transport.step_ring import StepRecord
+from shm_transport.step_ring import Logprobs, StepRecord
 
 CASES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("cases.json").read_text(encoding="utf-8"))
 GROUPINGS = ([1], [2], [3], [1, 2], [10**6])  # tokens in each step, in turn
@@ -134,7 +134,7 @@ class Bench:
         collector = RequestOutputCollector(request_id, list(prompt), params.n, kind)
         return [self.processor.add(request, n, collector).handle for n in range(params.n)], collector
 
-    def step(self, *rows: tuple[int, list[int], int, int], is_behind: bool = False) -> None:
+    def step(self, *rows: tuple[int, list[int], int, int], is_behind: bool = False, num_logprobs: int = -1) -> None:
         """Process one record. A row is handle, token ids, finish reason and stop token id."""
         handles, token_ids, finish, stop_ids = (list(column) for column in zip(*rows, strict=True))
         is_plain = all(len(ids) == 1 for ids in token_ids)
@@ -144,8 +144,23 @@ class Bench:
             RecordHeader(*[0] * 17), handles, [one for ids in token_ids for one in ids],
             token_offsets=None if is_plain else offsets, num_tokens=None if is_plain else list(map(len, token_ids)),
             finish_reasons=finish if has_finish else None, stop_token_ids=stop_ids if has_finish else None,
+            logprobs=logprobs_of(token_ids, num_logprobs + 1),
         )  # fmt: skip
         drive(self.processor.process(record, is_behind))
+
+
+def logprobs_of(rows: list[list[int]], width: int) -> Logprobs | None:
+    """Return logprobs from which each token's place in its record can be read; the same width for all rows."""
+    if not width:
+        return None
+    token_ids = [token_id for row in rows for token_id in row]
+    sizes = [len(row) * width for row in rows]
+    return Logprobs(
+        num_entries=[width] * len(rows), starts=[sum(sizes[:n]) for n in range(len(rows))],
+        token_ids=[token_id + k for token_id in token_ids for k in range(width)],
+        logprobs=[-n - k / 8 for n in range(len(token_ids)) for k in range(width)],
+        sampled_ranks=[n + 1 for n in range(len(token_ids))],
+    )  # fmt: skip
 
 
 def drive(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -201,7 +216,8 @@ def generate(
     for group in grouped(ids, sizes):
         num_left -= len(group)
         num_late = bench.processor.num_late_rows
-        bench.step((handle, group, *((int(finish), stop_id) if num_left == 0 else (0, -1))))
+        row = (handle, group, *((int(finish), stop_id) if num_left == 0 else (0, -1)))
+        bench.step(row, num_logprobs=-1 if params.logprobs is None else params.logprobs)
         take(collector, seen)
         assert bench.processor.num_late_rows - num_late == is_ended_here
         is_ended_here = is_ended_here or (collector.is_finished and num_left > 0)
@@ -258,6 +274,27 @@ def test_a_case_gives_its_text_under_every_grouping_and_kind(case: dict[str, Any
         assert [delta for delta in deltas if delta] == expect["deltas"]
     if "minimal_hold_deltas" in expect:
         assert deltas == expect["minimal_hold_deltas"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
+def test_each_token_of_a_case_keeps_its_logprobs_under_every_grouping_and_kind(case: dict[str, Any]) -> None:
+    prompt, pieces = case["prompt_pieces"], expanded(case["pieces"])[:200]
+    options = {"max_tokens": None} | case["params"]
+    params = SamplingParams(**options | {"stop": tuple(options.get("stop", ())), "logprobs": 1})
+    tokenizer = TinyTokenizer(case["tokenizer"], [*prompt, *pieces])
+    for sizes in GROUPINGS:
+        for kind in OutputKind:
+            seen = generate(tokenizer, prompt, pieces, params, sizes, kind)
+            for output in seen.outputs:
+                assert output.logprobs is not None
+                assert output.logprobs.token_ids[::2] == output.token_ids
+                assert [k - 1 for k in output.logprobs.token_ids[1::2]] == output.token_ids
+                assert len(output.logprobs.ranks) == len(output.token_ids)
+                assert [-value for value in output.logprobs.logprobs[::2]] == [n - 1 for n in output.logprobs.ranks]
+    assert all(
+        output.logprobs is None
+        for output in generate(tokenizer, prompt, pieces, replace(params, logprobs=None), [2], OutputKind.DELTA).outputs
+    )
 
 
 def test_bytes_that_never_become_a_character_cost_linear_time() -> None:
