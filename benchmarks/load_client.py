@@ -18,7 +18,7 @@ import numpy as np
 import posix_ipc
 import uvloop
 
-from benchmarks.processes import cpu_ns
+from benchmarks.processes import cores, cpu_ns, pin
 
 END = b"0\r\n\r\n"  # of a chunked body
 _TIMEOUT_S = 120  # of a load; then its streams and the engine wait for each other
@@ -88,6 +88,7 @@ class LoadClient:
         self._pipe, other = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("fork").Process(target=_serve, args=(other,), daemon=True)
         self._process.start()
+        pin(self._process.pid, cores()[1])
 
     def run(self, load: Load) -> Outcome:
         """Run a load to its end."""

@@ -72,10 +72,10 @@ class Limits:
         rate = _text_bytes_per_token()
         self._client.start(replace(load, stall_s=stall_s + _STALL_SETTLE_S + 0.5))
         time.sleep(_STALL_SETTLE_S)
-        server.new_steps()
+        server.steps.new_steps()
         before_bytes, queued_bytes, started_s = rss_bytes(server.pid), _queued_bytes(server.port), time.monotonic()
         time.sleep(stall_s)
-        num_tokens = int(server.new_steps()[:, 2].sum())
+        num_tokens = int(server.steps.new_steps()[:, 2].sum())
         grown_bytes, elapsed_s = rss_bytes(server.pid) - before_bytes, time.monotonic() - started_s
         num_left = _queued_bytes(server.port) - queued_bytes
         self._client.result()

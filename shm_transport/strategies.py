@@ -64,7 +64,7 @@ class AdaptiveWaiter:
     and a thread that still waited inside the window would snatch the record from the spinning loop.
     """
 
-    def __init__(self, consumer: Consumer, has_spare_core: Callable[[], bool], cpu_budget: float = 0.5) -> None:
+    def __init__(self, consumer: Consumer, has_spare_core: Callable[[], bool], cpu_budget: float = 0.1) -> None:
         self._consumer = consumer
         self._block = BlockWaiter(consumer)
         self._clock = StepClock(cpu_budget=cpu_budget, lead_ns=_LEAD_NS)
