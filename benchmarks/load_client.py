@@ -22,8 +22,8 @@ from benchmarks.processes import cores, cpu_ns, pin
 
 END = b"0\r\n\r\n"  # of a chunked body
 _TIMEOUT_S = 120  # of a load; then its streams and the engine wait for each other
-# Of a client that stalls. With loopback's own buffers and 64 KiB segments the kernel takes megabytes of each stream before
-# the server sees that nobody reads; over a network it does not.
+# Of a client that stalls. With loopback's own buffers and 64 KiB segments the kernel takes megabytes of each stream
+# before the server sees that nobody reads; over a network it does not.
 _STALL_RCVBUF, _STALL_MSS = 4096, 1460
 _SETTLE_S = 0.03  # for the server to finish what it does before the first and after the last byte
 

@@ -445,7 +445,8 @@ def main() -> None:
     if options.json is not None:
         plot({cell: s for cell, s in samples.items() if not cell.variant}, options.json)
     result = {
-        "is_quick": options.quick, "serving_core": sorted(cores()[0]), "other_cores": sorted(cores()[1]), "memory": memory, "event_loop": block, "stalled_clients": stalled,
+        "is_quick": options.quick, "serving_core": sorted(cores()[0]), "other_cores": sorted(cores()[1]),
+        "memory": memory, "event_loop": block, "stalled_clients": stalled,
         "request_us_slope": request_us, "cells": [figures_of(cell, s) for cell, s in samples.items()],
         "skipped": [asdict(cell) | {"reason": reason} for cell, reason in bench.skipped.items()],
     }  # fmt: skip
