@@ -1,50 +1,49 @@
 """What a step's outputs hold for requests that want something of their prompt: logprobs, or an embedding."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from engine.logprobs import PromptLogprobs
 from engine.pooling import Pooler
-from engine.scheduler import PromptRows
+from engine.scheduler import Chunk, PromptRows
 from shm_transport.messages import Data
 
 
-def collect_prompt_logprobs(spans: Sequence[PromptRows], logits: Tensor) -> list[Data]:
-    """Take in the logits of prompt tokens.
+class Collector(Protocol):
+    """What is wanted of one prompt, in the making while its chunks are computed."""
+
+    def extend(self, rows: Tensor) -> None:
+        """Take in the next rows, [n, size]: logits for logprobs, final hidden states for an embedding."""
+
+    def messages(self, handle: int) -> list[Data]:
+        """Return what the server is told of the whole prompt."""
+
+
+def collect(spans: Sequence[PromptRows], rows: Tensor) -> None:
+    """Take in what has been computed for some prompts.
 
     Args:
-        spans: Whose they are.
-        logits: [sum of the spans' lengths, vocab_size] fp32, span by span.
+        spans: Whose it is.
+        rows: [sum of the spans' lengths, size], span by span.
+    """
+    parts = rows.split_with_sizes([span.end - span.start for span in spans])
+    for span, part in zip(spans, parts, strict=True):
+        request = span.request
+        if request.collector is None:
+            request.collector = Pooler(request.params) if request.params.pooling else PromptLogprobs(request.params)
+        request.collector.extend(part)
 
-    Returns:
-        The messages of those prompts that are complete now.
+
+def deliver(chunks: Sequence[Chunk]) -> list[Data]:
+    """Return the messages of those prompts that are computed now, and forget what was collected for them.
+
+    Not before, though all may be collected: if the first sequence is dropped until then, its heir is told.
     """
     messages = []
-    for span, part in zip(spans, _split(spans, logits), strict=True):
-        request = span.request
-        collector = request.collector or PromptLogprobs(request.params)
-        assert isinstance(collector, PromptLogprobs)
-        collector.extend(part)
-        request.collector = None if collector.is_complete else collector
-        if collector.is_complete:
-            messages += collector.messages(request.handle)
+    for request in (chunk.request for chunk in chunks if chunk.is_last):
+        if request.collector is not None:
+            messages += request.collector.messages(request.handle)
+            request.collector = None
     return messages
-
-
-def collect_embeddings(spans: Sequence[PromptRows], hidden_states: Tensor) -> list[Data]:
-    """Take in the final hidden states of prompt tokens, [sum of the spans' lengths, hidden_size]; as above."""
-    messages = []
-    for span, part in zip(spans, _split(spans, hidden_states), strict=True):
-        request = span.request
-        collector = request.collector or Pooler(request.params)
-        assert isinstance(collector, Pooler)
-        collector.extend(part)
-        request.collector = collector
-        if span.is_last:
-            messages.append(collector.message(request.handle))
-    return messages
-
-
-def _split(spans: Sequence[PromptRows], rows: Tensor) -> Sequence[Tensor]:
-    return rows.split_with_sizes([span.end - span.start for span in spans])

@@ -58,7 +58,7 @@ class EngineConfig:
     def resolve_num_batched_tokens(self, device: str) -> int:
         """Return how many prompt tokens a step takes where nobody decodes; `device` is a torch device type.
 
-        Larger chunks gain nothing on CPUs, where 512 tokens take some 0.4 s, and keep everyone else waiting.
+        Larger chunks gain nothing on CPUs, and keep everyone else waiting.
         """
         return self.max_num_batched_tokens or (512 if device == "cpu" else 8192)
 
@@ -67,5 +67,5 @@ class EngineConfig:
         return device != "cpu" if self.overlap == "auto" else self.overlap == "on"
 
     def resolve_num_threads(self) -> int:
-        """Return how many CPU threads torch may use: 2 on a busy 2-core machine were slower than 1."""
+        """Return how many CPU threads torch may use: one that shares its core with the server holds up the others."""
         return self.num_threads or max(1, len(os.sched_getaffinity(0)) - 1)

@@ -10,16 +10,17 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from engine.batch import pack
+from engine.batch import Batch, pack
 from engine.block_pool import BlockPool, PoolCounters
 from engine.chunk_budget import ChunkBudget
-from engine.collect import collect_embeddings, collect_prompt_logprobs
+from engine.collect import collect, deliver
 from engine.config import EngineConfig
 from engine.interface import RequestFailedError
 from engine.request import Request
 from engine.runner import Runner, make_runner
-from engine.sampler import Samples, sample
+from engine.sampler import Samples, sample, sample_each
 from engine.scheduler import Plan, Scheduler
 from engine.step_costs import StepCosts
 from engine.step_rows import fill_rows
@@ -142,10 +143,11 @@ class EngineCore:
         return asdict(self.step_costs) | asdict(self._pool.counters)
 
     def limits(self) -> dict[str, int]:
-        """Return max_model_len, vocab_size and num_blocks."""
+        """Return READY's figures."""
         return {
             "max_model_len": self._runner.max_model_len,
             "vocab_size": self._runner.vocab_size,
+            "embedding_size": self._runner.hidden_size,
             "num_blocks": self._pool.num_blocks,
         }
 
@@ -161,7 +163,7 @@ class EngineCore:
         packed_ns = time.monotonic_ns()
         if plan.pooled:
             logits, hidden_states = self._runner.embed(batch)
-            self._data += collect_embeddings(plan.pooled, hidden_states)
+            collect(plan.pooled, hidden_states)
         else:
             logits = self._runner.forward(batch)
         forward_done_ns = time.monotonic_ns()
@@ -169,10 +171,20 @@ class EngineCore:
         self.step_costs.forward_ns += forward_done_ns - packed_ns
         num_sampled = len(plan.sampled)
         if plan.scored:
-            self._data += collect_prompt_logprobs(plan.scored, logits[num_sampled:])
+            collect(plan.scored, logits[num_sampled:])
+        self._data += deliver(plan.chunks)
         if not num_sampled:  # nothing but beginnings of prompts
             return _NOTHING, forward_done_ns
-        return sample(logits[:num_sampled], plan.sampled), forward_done_ns
+        return self._sample(logits[:num_sampled], plan, batch), forward_done_ns
+
+    def _sample(self, logits: Tensor, plan: Plan, batch: Batch) -> Samples:
+        """Sample, at worst row by row; `logits` are overwritten."""
+        try:
+            return sample(logits, plan.sampled)
+        except Exception:
+            logger.exception("sampling failed: the rows are done one by one")
+            # Half sampled, the logits are spoiled. The same batch gives them again, and writes what it wrote before.
+            return sample_each(self._runner.forward(batch)[: len(plan.sampled)], plan.sampled)
 
     def _adapter(self, request: AddRequest) -> int:
         """Return the number of the adapter that a request names, 0 if none."""

@@ -388,7 +388,7 @@ def _write_model(state_dict: dict[str, Any], directory: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    with torch.device("meta"):  # the parameters are replaced, so initialising them (2 s) would be in vain
+    with torch.device("meta"):  # the parameters are replaced, so initialising them would be in vain
         model = LlamaForCausalLM(LlamaConfig(**CONFIG))
     model.load_state_dict(state_dict, strict=True, assign=True)
     model.tie_weights()

@@ -3,8 +3,9 @@
 For requests without rules and logprobs; engine/sampler.py has the mathematics and does the others.
 """
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 from engine.model_inputs import pinned, send
 from engine.request import Request
 from engine.rng import uniforms
-from engine.sampler import GREEDY_BELOW, Filters, draw_from_all, draw_from_sorted, scale_
+from engine.sampler import GREEDY_BELOW, Filters, draw_from_all, draw_from_sorted, scale_, why_failed
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,15 +25,37 @@ class DeviceSamples:
 
     token_ids: Tensor  # [num_rows] int64
     best: Tensor  # [num_rows] fp32, each row's largest logit: not finite if the row has no token
+    failures: dict[int, str] = field(default_factory=dict)  # rows whose sampling has raised -> why; their token is any
 
 
 def sample_on_device(logits: Tensor, requests: Sequence[Request]) -> DeviceSamples:
     """Choose each request's next token.
 
     Args:
-        logits: [len(requests), vocab_size] fp32; overwritten.
+        logits: [len(requests), vocab_size] fp32; kept as they are.
         requests: In the order of the rows. Their outputs may end in tokens that are not known yet.
     """
+    try:
+        return _sample(logits, requests)
+    except Exception:
+        logger.exception("sampling failed: the rows are done one by one")
+        return _sample_each(logits, requests)
+
+
+def _sample_each(logits: Tensor, requests: Sequence[Request]) -> DeviceSamples:
+    """Sample row by row, so that those that raise fail alone."""
+    best, token_ids = logits.max(dim=1)
+    failures = {}
+    for row, request in enumerate(requests):
+        try:
+            token_ids[row] = _sample(logits[row : row + 1], [request]).token_ids[0]
+        except Exception as exc:  # whatever it was, it is this request's alone
+            logger.exception("request %d cannot be sampled", request.handle)
+            failures[row] = why_failed(exc)
+    return DeviceSamples(token_ids, best, failures)
+
+
+def _sample(logits: Tensor, requests: Sequence[Request]) -> DeviceSamples:
     best, token_ids = logits.max(dim=1)
     whole: list[int] = []
     filtered: list[int] = []
@@ -44,8 +69,10 @@ def sample_on_device(logits: Tensor, requests: Sequence[Request]) -> DeviceSampl
             (index,) = send((np.array(rows, np.int32),), logits.device)
             index = index.long()
             filters, numbers = _columns([requests[row] for row in rows], logits)
-            # A row that is not finite draws nonsense, which nobody reads.
-            token_ids.index_copy_(0, index, draw(scale_(logits[index], filters), filters, numbers))
+            # A row that is not finite draws from zeros: its token is thrown away, but the next step reads its embedding
+            # before the host knows, and an index out of bounds would end all work on a GPU for good.
+            own = logits[index].masked_fill_(~best[index].isfinite()[:, None], 0.0)
+            token_ids.index_copy_(0, index, draw(scale_(own, filters), filters, numbers))
     return DeviceSamples(token_ids, best)
 
 

@@ -56,7 +56,7 @@ class Engine(Protocol):
         """Return and forget the arrays that the last `step` has completed: prompt logprobs, embeddings."""
 
     def limits(self) -> dict[str, int]:
-        """Return what READY tells the server: max_model_len, vocab_size, num_blocks."""
+        """Return what READY tells the server: max_model_len, vocab_size, embedding_size, num_blocks."""
 
     def stats(self) -> dict[str, int]:
         """Return counters since the start, by name: what steps have cost, what the prefix cache has found."""

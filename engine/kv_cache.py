@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import EngineConfigError, NotEnoughMemoryError
@@ -34,7 +35,7 @@ class KVCache:
     """One tensor of keys and one of values a layer, [num_kv_heads, num_blocks, block_size, key_dim or value_dim].
 
     Heads come first, so that a gather of blocks gives each head's history in one piece, which is what a batched matrix
-    product wants: with tokens first the products of a decode step took four times as long on CPUs.
+    product wants: with tokens first the products of a decode step are much slower on CPUs.
     """
 
     def __init__(
@@ -66,6 +67,11 @@ class KVCache:
         self._keys[layer].flatten(1, 2).index_copy_(1, slot_mapping, key.transpose(0, 1))
         self._values[layer].flatten(1, 2).index_copy_(1, slot_mapping, value.transpose(0, 1))
 
+    def clear(self, layer: int, block_ids: Tensor) -> None:
+        """Fill one layer's blocks, [num_blocks] int64, with zeros."""
+        self._keys[layer].index_fill_(1, block_ids, 0.0)
+        self._values[layer].index_fill_(1, block_ids, 0.0)
+
     def gather(self, layer: int, block_tables: Tensor) -> tuple[Tensor, Tensor]:
         """Copy out the keys and values of whole blocks.
 
@@ -87,6 +93,17 @@ class KVCache:
         sources, destinations = sent.long().T
         for tensor in (*self._keys.values(), *self._values.values()):
             tensor[:, destinations] = tensor[:, sources]
+
+
+def begun_blocks(slot_mapping: NDArray[np.int64], block_size: int, device: torch.device) -> Tensor | None:
+    """Return the blocks of which a step writes the first slot and not the last, None if there are none.
+
+    What is behind the written slots is from whoever had the block before, and may be infinite or NaN. Attention that
+    reads whole blocks has to clear them: what a mask hides is still multiplied by 0.
+    """
+    blocks, offsets = np.divmod(slot_mapping, block_size)
+    begun = np.setdiff1d(blocks[offsets == 0], blocks[offsets == block_size - 1])
+    return torch.from_numpy(begun).to(device) if len(begun) else None
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

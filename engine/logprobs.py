@@ -66,6 +66,32 @@ def logprob_columns(
     )
 
 
+def join_columns(parts: Sequence[tuple[int, LogprobColumns | None]]) -> LogprobColumns | None:
+    """Lay out as one what several calls of `logprob_columns` have laid out; None if nobody wants any.
+
+    Args:
+        parts: How many rows each is for, and what it was.
+    """
+    if all(columns is None for _, columns in parts):
+        return None
+    each = [columns or _no_columns(num_rows) for num_rows, columns in parts]
+    return LogprobColumns(
+        num_entries=np.concatenate([columns.num_entries for columns in each]),
+        token_ids=np.concatenate([columns.token_ids for columns in each]),
+        logprobs=np.concatenate([columns.logprobs for columns in each]),
+        sampled_ranks=np.concatenate([columns.sampled_ranks for columns in each]),
+    )
+
+
+def _no_columns(num_rows: int) -> LogprobColumns:
+    return LogprobColumns(
+        num_entries=np.zeros(num_rows, np.uint8),
+        token_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        sampled_ranks=np.zeros(num_rows, np.int32),
+    )
+
+
 class PromptLogprobs:
     """The logprobs of one prompt's tokens but the first, filled in as its chunks are computed.
 
@@ -84,11 +110,6 @@ class PromptLogprobs:
         self.ranks = np.empty(len(self._next_ids), np.int32)
         self.num_rows = 0
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all rows are filled."""
-        return self.num_rows == len(self.ranks)
-
     def extend(self, logits: Tensor) -> None:
         """Fill in the next rows.
 
@@ -102,7 +123,7 @@ class PromptLogprobs:
             self.token_ids[own], self.logprobs[own], self.ranks[own] = rows.token_ids, rows.logprobs, rows.ranks
 
     def messages(self, handle: int) -> list[Data]:
-        """Return what the server is told."""
+        """Return what the server is told; all rows must be filled."""
         return [
             Data(handle=handle, content=DataContent.PROMPT_TOKEN_IDS, array=self.token_ids),
             Data(handle=handle, content=DataContent.PROMPT_LOGPROBS, array=self.logprobs),

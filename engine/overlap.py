@@ -6,15 +6,17 @@ tokens and hands out its record, while the later one runs. Nothing is known too 
 turns out to be its last has one more row in the next step, whose token is thrown away and whose keys and values are
 never registered. Requests known to end, by their length, are not scheduled again.
 
-A step that needs the host, for logprobs or for rules on its logits, is computed alone: no other step is in flight then.
+A step that needs the host is computed alone: no other step is in flight then. That is so for logprobs, and for rules
+whose next logits depend on tokens that the host must have seen; `needs_host` says which requests have any.
 
 For GPUs, on the engine's loop thread. On a CPU the host and the device are the same, and EngineCore is the engine.
 """
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -40,6 +42,7 @@ class Tokens(NamedTuple):
 
     token_ids: NDArray[np.int64]  # [num_sampled]
     best: NDArray[np.float32]  # [num_sampled], each row's largest logit: not finite if the row has no token
+    failures: Mapping[int, str] = MappingProxyType({})  # rows whose sampling has raised -> why; their token is any
 
 
 class Launched(Protocol):
@@ -191,15 +194,16 @@ class OverlappingCore:
         """Wait for a step's tokens and note them."""
         scheduler, requests = self._core.scheduler, step.plan.sampled
         try:
-            token_ids, best = step.launched.tokens()
+            token_ids, best, failures = step.launched.tokens()
         except Exception as exc:
             self._fail_all(step, exc)
             return self._core.figures(step.scheduled_ns, time.monotonic_ns())
         done_ns = time.monotonic_ns()
         self._elapsed_ns = done_ns - max(step.scheduled_ns, self._done_ns)
         self._done_ns = done_ns
-        failed = [requests[row].handle for row in (~np.isfinite(best)).nonzero()[0].tolist()]
-        self._core.fail({handle: NOT_FINITE for handle in failed if scheduler.is_live(handle)})
+        reasons = dict.fromkeys((~np.isfinite(best)).nonzero()[0].tolist(), NOT_FINITE) | dict(failures)
+        failed = {requests[row].handle: why for row, why in reasons.items()}
+        self._core.fail({handle: why for handle, why in failed.items() if scheduler.is_live(handle)})
         rows, finishes = scheduler.confirm(step.plan, token_ids.tolist(), step.assumed)
         record = self._core.figures(step.scheduled_ns, done_ns)
         num_outputs = [step.assumed.output_lengths[row] for row in rows]

@@ -22,10 +22,10 @@ class Pooler:
         self._sum = part if self._sum is None else self._sum + part
         self._num_rows += len(hidden_states)
 
-    def message(self, handle: int) -> Data:
+    def messages(self, handle: int) -> list[Data]:
         """Return what the server is told; at least one token must have been taken in."""
         assert self._sum is not None
         embedding = self._sum / self._num_rows
         if self._params.is_normalized:
             embedding = F.normalize(embedding, dim=0)
-        return Data(handle=handle, content=DataContent.EMBEDDING, array=embedding.cpu().numpy())
+        return [Data(handle=handle, content=DataContent.EMBEDDING, array=embedding.cpu().numpy())]

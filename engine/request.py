@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 from shm_transport.messages import AddRequest, Fork
 
 if TYPE_CHECKING:
+    from engine.collect import Collector
     from engine.logit_rules import LogitRules
-    from engine.logprobs import PromptLogprobs
-    from engine.pooling import Pooler
 
 
 @dataclass(slots=True, eq=False)
@@ -34,10 +33,10 @@ class Request:
     content_id: int = 0  # the pool's name for the content of the last of those
     num_cached_tokens: int = 0  # of the prompt, that the pool had when this was given a seat
     num_preemptions: int = 0
-    num_collected_tokens: int = 0  # of the prompt, that `collector` has taken in
+    num_collected_tokens: int = 0  # of the prompt, that `collector` has taken in; of a fork's all, for it wants none
     forks: list["Request"] = field(default_factory=list)  # wait until this one's prompt has been computed
     logit_rules: "LogitRules | None" = None  # the sampler's, made at the first token
-    collector: "PromptLogprobs | Pooler | None" = None  # the core's, of what is wanted of the prompt
+    collector: "Collector | None" = None  # the core's, of what is wanted of the prompt
 
     def __post_init__(self, fork: Fork | None) -> None:
         own = fork or self.params

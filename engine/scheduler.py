@@ -41,7 +41,6 @@ class PromptRows(NamedTuple):
     request: Request
     start: int
     end: int
-    is_last: bool  # whether they are the last of the prompt
 
 
 @dataclass(slots=True)
@@ -341,8 +340,10 @@ class Scheduler:
 
     def _find_prefix(self, request: Request) -> Prefix:
         params = request.params
-        if params.num_prompt_logprobs >= 0 or params.pooling != Pooling.NONE:
-            return Prefix([], 0)  # these want something of every prompt token
+        if params.num_prompt_logprobs >= 0 and request.num_collected_tokens < request.num_prompt_tokens - 1:
+            return Prefix([], 0)  # it wants something of every prompt token still
+        if params.pooling != Pooling.NONE:
+            return Prefix([], 0)
         # Not the last token: its logits are wanted.
         return self._pool.find_prefix(request.token_ids_between(0, request.num_tokens - 1), _salt(request))
 
@@ -370,17 +371,19 @@ class Scheduler:
         if params.num_prompt_logprobs >= 0:
             end = min(end, request.num_prompt_tokens - 1)  # the last one's logits are those of the output
             if start < end:
-                plan.scored.append(PromptRows(request, row + start, row + end, chunk.is_last))
+                plan.scored.append(PromptRows(request, row + start, row + end))
         elif params.pooling == Pooling.MEAN and start < end:
-            plan.pooled.append(PromptRows(request, row + start, row + end, chunk.is_last))
+            plan.pooled.append(PromptRows(request, row + start, row + end))
         elif params.pooling == Pooling.LAST and chunk.is_last:
-            plan.pooled.append(PromptRows(request, row + end - 1, row + end, chunk.is_last))
+            plan.pooled.append(PromptRows(request, row + end - 1, row + end))
 
     def _seat_forks(self, request: Request) -> list[Request]:
         """Seat a request's forks, which share its blocks; those without a seat or room to grow queue by themselves."""
         num_seats = self._max_num_seqs - len(self._running)
         num_grown = self._pool.num_free - len(self._running)
         forks, request.forks = request.forks, []
+        for fork in forks:
+            fork.num_collected_tokens = fork.num_prompt_tokens
         count = max(min(num_seats, num_grown), 0)
         for fork in forks[:count]:
             self._pool.hold(request.block_ids)
@@ -445,9 +448,10 @@ class Scheduler:
             return f"{self.num_waiting} requests wait, max_num_waiting is {self._max_num_waiting}: try again later"
         if num_tokens == 0:
             return "the prompt is empty: send at least one token"
-        if num_tokens >= self._max_model_len:
+        num_kept = num_tokens if params.pooling else num_tokens + 1  # an embedding needs no room for one more
+        if num_kept > self._max_model_len:
             return f"the prompt has {num_tokens} tokens, max_model_len is {self._max_model_len}: shorten it"
-        if num_tokens >= self._max_num_tokens:
+        if num_kept > self._max_num_tokens:
             return (
                 f"the prompt has {num_tokens} tokens, the KV cache holds {self._max_num_tokens}: shorten it, or raise "
                 "kv_cache_tokens"

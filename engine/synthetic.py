@@ -19,7 +19,7 @@ import numpy as np
 
 from engine.interface import RequestFailedError
 from shm_transport.messages import AddRequest, Data
-from shm_transport.records import FinishReason
+from shm_transport.records import DataContent, FinishReason, Pooling
 from shm_transport.step import FirstRowColumns, LogprobColumns, Step
 
 _TEXT = Path(__file__).with_name("synthetic_text.txt")
@@ -41,6 +41,7 @@ class SyntheticConfig:
     max_num_seqs: int = 1024
     max_model_len: int = 8192
     vocab_size: int = 0  # 0: one more than the largest id emitted
+    embedding_size: int = 64
 
 
 @dataclass(slots=True)
@@ -61,6 +62,7 @@ class SyntheticEngine:
         self._waiting: deque[_Seat] = deque()
         self._running: dict[int, _Seat] = {}
         self._failures: list[RequestFailedError] = []
+        self._data: list[Data] = []
         self._next_step_s = 0.0
         self._num_events = 0
         self._arrived = _map_counter(config.lockstep) if config.lockstep else None
@@ -72,7 +74,8 @@ class SyntheticEngine:
 
     def add(self, request: AddRequest) -> None:
         """Queue a request and its forks."""
-        if len(request.prompt_token_ids) >= self._config.max_model_len:
+        num_kept = len(request.prompt_token_ids) + (not request.pooling)
+        if num_kept > self._config.max_model_len:
             raise RequestFailedError(
                 request.handle,
                 f"the prompt has {len(request.prompt_token_ids)} tokens, max_model_len is {self._config.max_model_len}",
@@ -98,7 +101,7 @@ class SyntheticEngine:
         if not seats:
             time.sleep(_LOCKSTEP_POLL_S)
             return self._emit([], scheduled_ns) if num_admitted else None
-        seats = [seat for seat in seats if not self._fail(seat)]
+        seats = [seat for seat in seats if not self._fail(seat) and not self._embed(seat)]
         return self._emit(seats, scheduled_ns)
 
     def after_step(self) -> None:
@@ -109,8 +112,9 @@ class SyntheticEngine:
         return self._emit([], time.monotonic_ns())
 
     def take_data(self) -> list[Data]:
-        """Return nothing: there are neither prompt logprobs nor embeddings here."""
-        return []
+        """Return the last step's embeddings; there are no prompt logprobs here."""
+        data, self._data = self._data, []
+        return data
 
     def take_failures(self) -> list[RequestFailedError]:
         """Return the requests that `fail_after` has ended."""
@@ -124,7 +128,10 @@ class SyntheticEngine:
     def limits(self) -> dict[str, int]:
         """Return READY's figures."""
         vocab_size = self._config.vocab_size or max(self._tokens) + 1
-        return {"max_model_len": self._config.max_model_len, "vocab_size": vocab_size, "num_blocks": 0}
+        return {
+            "max_model_len": self._config.max_model_len, "vocab_size": vocab_size,
+            "embedding_size": self._config.embedding_size, "num_blocks": 0,
+        }  # fmt: skip
 
     def _is_due(self) -> bool:
         if self._arrived is not None and int(self._arrived[0]) < self._num_events:
@@ -153,6 +160,16 @@ class SyntheticEngine:
         del self._running[seat.handle]
         message = f"the synthetic engine fails each request after {seat.num_tokens} tokens"
         self._failures.append(RequestFailedError(seat.handle, message))
+        return True
+
+    def _embed(self, seat: _Seat) -> bool:
+        """Make the embedding of a request that wants one, and end it."""
+        request = seat.request
+        if request.pooling == Pooling.NONE:
+            return False
+        del self._running[seat.handle]
+        embedding = _embedding(request, self._config.embedding_size)
+        self._data.append(Data(handle=seat.handle, content=DataContent.EMBEDDING, array=embedding))
         return True
 
     def _emit(self, seats: list[_Seat], scheduled_ns: int) -> Step:
@@ -203,6 +220,15 @@ def _finish(seat: _Seat, token: int, max_model_len: int) -> tuple[FinishReason, 
     if seat.num_tokens >= request.max_tokens or is_full:
         return FinishReason.LENGTH, -1
     return FinishReason.NONE, -1
+
+
+def _embedding(request: AddRequest, size: int) -> np.ndarray:
+    """Return a made-up embedding, [size] f4: a function of the token ids that are pooled."""
+    token_ids = request.prompt_token_ids if request.pooling == Pooling.MEAN else request.prompt_token_ids[-1:]
+    states = np.cos(np.outer(token_ids + 1.0, np.arange(1, size + 1)))
+    embedding = states.mean(axis=0)
+    length = np.linalg.norm(embedding) if request.is_normalized else 1.0
+    return np.asarray(embedding / length, np.float32)
 
 
 def _first_columns(seats: list[_Seat]) -> FirstRowColumns | None:

@@ -10,7 +10,7 @@ def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return what `values.topk(k, dim=1)` does, which among equals may be others.
 
     The k largest lie in the k blocks whose maxima are the largest, or in the columns behind the last whole block.
-    For 32 rows of 49,152 and k = 5 this takes a seventh of the time of topk, for k = 128 two thirds.
+    The fewer k are of the columns, the more is gained.
 
     Args:
         values: [num_rows, num_columns].

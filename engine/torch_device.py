@@ -4,14 +4,14 @@ On a GPU the tokens come to the host by a stream of their own, beside the next s
 tests, a step is done when it is launched. The GPU's part has not been run on one yet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.device_sampler import sample_on_device
+from engine.device_sampler import DeviceSamples, sample_on_device
 from engine.overlap import Tokens
 from engine.request import Request
 from engine.runner.paged import PagedRunner
@@ -23,13 +23,14 @@ class _OnHost:
 
     token_ids: Tensor
     best: Tensor
+    failures: Mapping[int, str]
     event: torch.cuda.Event | None
 
     def tokens(self) -> Tokens:
         """Wait for the copies."""
         if self.event is not None:
             self.event.synchronize()
-        return Tokens(self.token_ids.numpy(), self.best.numpy())
+        return Tokens(self.token_ids.numpy(), self.best.numpy(), self.failures)
 
 
 class TorchDevice:
@@ -47,16 +48,16 @@ class TorchDevice:
             runner.copy_blocks(copies)
         logits, _ = runner.launch(batch)
         if not requests:
-            return self._fetch(runner.last_tokens[:0], logits.new_empty(0))
+            return self._fetch(DeviceSamples(runner.last_tokens[:0], logits.new_empty(0)))
         samples = sample_on_device(logits, requests)
         runner.last_tokens[: len(requests)].copy_(samples.token_ids)
-        return self._fetch(samples.token_ids, samples.best)
+        return self._fetch(samples)
 
-    def _fetch(self, *tensors: Tensor) -> _OnHost:
+    def _fetch(self, samples: DeviceSamples) -> _OnHost:
         """Begin to copy a step's results to the host."""
+        tensors = samples.token_ids, samples.best
         if self._side is None:
-            token_ids, best = tensors
-            return _OnHost(token_ids, best, None)
+            return _OnHost(*tensors, samples.failures, None)
         self._side.wait_stream(torch.cuda.current_stream(self._runner.device))
         with torch.cuda.stream(self._side):
             copies = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
@@ -65,7 +66,7 @@ class TorchDevice:
                 tensor.record_stream(self._side)  # else its memory could be the next step's before it is copied
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._side)
-        return _OnHost(copies[0], copies[1], event)
+        return _OnHost(copies[0], copies[1], samples.failures, event)
 
 
 def _make_stream(device: torch.device) -> torch.cuda.Stream:

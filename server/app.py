@@ -8,17 +8,20 @@ import gc
 import http
 import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from server import embeddings, model_routes, openai_routes, tokenize_routes
+from server.endpoint import Endpoint
 from server.errors import MethodNotAllowedError, NotFoundError, RequestError, ServerError
 from server.json_response import JsonResponse, error_response
-from server.openai_routes import ROUTES
+from server.openapi import make_document
 from server.request_id import echoed_header
 from server.serving import Serving
 
@@ -27,6 +30,20 @@ logger = logging.getLogger(__name__)
 # New objects, and younger collections, before the next one of each age. Tokens make no cyclic garbage, and a collection
 # of everything holds the loop for 14 to 26 ms among 256 streams.
 _GC_THRESHOLDS = (5_000, 4, 50)
+
+
+class LoadResponse(msgspec.Struct):
+    """What /load answers."""
+
+    server_load: int  # sequences that the server has not ended
+    num_requests_running: int
+    num_requests_waiting: int
+
+
+class VersionResponse(msgspec.Struct):
+    """What /version answers."""
+
+    version: str
 
 
 def build_app(serving: Serving) -> Starlette:
@@ -42,13 +59,7 @@ def build_app(serving: Serving) -> Starlette:
         await serving.llm.shutdown()
 
     app = Starlette(
-        routes=[
-            *ROUTES,
-            Route("/health", health, methods=["GET"]),
-            Route("/ping", health, methods=["GET", "POST"]),
-            Route("/load", load, methods=["GET"]),
-            Route("/version", version, methods=["GET"]),
-        ],
+        routes=[endpoint.route() for endpoint in ENDPOINTS],
         exception_handlers={
             ServerError: _server_error,
             HTTPException: _http_exception,
@@ -70,18 +81,32 @@ async def health(request: Request) -> ASGIApp:
 async def load(request: Request) -> ASGIApp:
     """GET /load: requests that the server has not ended, and the engine's figures of the newest step."""
     llm = request.app.state.serving.llm
-    return JsonResponse(
-        {
-            "server_load": llm.num_live,
-            "num_requests_running": llm.load.num_running,
-            "num_requests_waiting": llm.load.num_waiting,
-        }
-    )
+    return JsonResponse(LoadResponse(llm.num_live, llm.load.num_running, llm.load.num_waiting))
 
 
 async def version(request: Request) -> ASGIApp:
     """GET /version."""
-    return JsonResponse({"version": request.app.state.serving.version})
+    return JsonResponse(VersionResponse(request.app.state.serving.version))
+
+
+async def openapi(request: Request) -> ASGIApp:
+    """GET /openapi.json."""
+    return JsonResponse(make_document(ENDPOINTS, request.app.state.serving.version))
+
+
+ENDPOINTS = (
+    *openai_routes.ENDPOINTS,
+    *embeddings.ENDPOINTS,
+    *tokenize_routes.ENDPOINTS,
+    *model_routes.ENDPOINTS,
+    Endpoint(path="/health", handler=health, summary="Say whether the engine is well", methods=("GET",)),
+    Endpoint(path="/ping", handler=health, summary="Do as /health", methods=("GET", "POST")),
+    Endpoint(path="/load", handler=load, summary="Count live requests", methods=("GET",), answer=LoadResponse),
+    Endpoint(path="/version", handler=version, summary="Name the version", methods=("GET",), answer=VersionResponse),
+    Endpoint(
+        path="/openapi.json", handler=openapi, summary="Describe all of this", methods=("GET",), answer=dict[str, Any]
+    ),
+)
 
 
 def _server_error(request: Request, error: Exception) -> Response:

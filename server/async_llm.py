@@ -9,21 +9,24 @@ import struct
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from server.collector import RequestOutputCollector
+from server.config import ServeConfig
 from server.engine_client import EngineClient
 from server.engine_process import EngineProcess
 from server.errors import EngineDeadError, EngineGenerateError, OverloadedError, ServerError
 from server.hop_clock import HopClock, HopTimes
-from server.input_processor import GenerateRequest, InputProcessor, ProcessedRequest
+from server.input_processor import EncodeRequest, GenerateRequest, InputProcessor, ProcessedRequest
 from server.model_info import ModelInfo
+from server.model_path import locate_tokenizer
 from server.output_processor import OutputProcessor
-from server.outputs import RequestOutput
+from server.outputs import EmbeddingOutput, RequestOutput
+from shm_transport.config import RingConfig
 from shm_transport.counters import RingCounters
 from shm_transport.errors import PeerDiedError
 from shm_transport.messages import Data
-from shm_transport.records import ENGINE_HANDLE, RecordKind
+from shm_transport.records import ENGINE_HANDLE, DataContent, Pooling, RecordKind
 from shm_transport.step_ring import Message, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -130,6 +133,30 @@ class AsyncLLM(EngineClient):
         self._is_shut_down = False
         self._finalizer = weakref.finalize(self, self._pipe.close)
 
+    @classmethod
+    def from_config(cls, config: ServeConfig) -> "AsyncLLM":
+        """Start an engine and return its client, once it can serve: after seconds, in which nothing else runs.
+
+        The engine ends with the AsyncLLM, with the process, and with the thread that calls this.
+
+        Raises:
+            StartupError: If the model or an option is wrong, or the engine could not load.
+        """
+        tokenizer = locate_tokenizer(config)
+        model = ModelInfo.load(tokenizer, chat_template=config.chat_template)  # its errors come before a long load
+        if config.pooling is not None:
+            model = replace(model, pooling=Pooling[config.pooling.upper()])
+        engine = EngineProcess(config.engine_config(tokenizer), RingConfig(), config.step_timeout, config.wait_strategy)
+        limits = engine.limits
+        model = model.with_limits(
+            max_model_len=limits["max_model_len"],
+            vocab_size=limits["vocab_size"],
+            embedding_size=limits.get("embedding_size", 0),
+        )
+        return cls(
+            engine, model, max_num_queued_reqs=config.max_num_queued_reqs, stream_interval=config.stream_interval
+        )
+
     @property
     def is_running(self) -> bool:
         """Whether requests can be served."""
@@ -196,9 +223,29 @@ class AsyncLLM(EngineClient):
         finally:
             self.release(collector)
 
-    def encode(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Refuse: no pooling yet."""
-        raise NotImplementedError(f"request {request.request_id}: this engine serves no pooling, only generate")
+    async def encode(self, request: EncodeRequest) -> AsyncGenerator[EmbeddingOutput, None]:
+        """Yield a request's embedding (see EngineClient)."""
+        (processed,) = await self.input_processor.process_encode([request])
+        yield await self.embed(processed)
+
+    async def complete(self, request: ProcessedRequest) -> RequestOutput:
+        """Return the final output of a processed FINAL_ONLY request; cancelling aborts it. Errors as `generate`."""
+        collector = self.submit(request)
+        try:
+            return await collector.get()
+        finally:
+            self.release(collector)
+
+    async def embed(self, request: ProcessedRequest) -> EmbeddingOutput:
+        """Return the embedding that a processed request asks for; cancelling aborts it. Errors as `generate`."""
+        collector = self.submit(request)
+        try:
+            output = await collector.get()
+        finally:
+            self.release(collector)
+        if (embedding := output.arrays.get(DataContent.EMBEDDING)) is None:
+            raise EngineGenerateError("the request was aborted before its embedding was made")
+        return EmbeddingOutput(output.request_id, output.prompt_token_ids, embedding)
 
     def check_admission(self, num_sequences: int) -> None:
         """Refuse work that cannot be taken now.
@@ -266,14 +313,25 @@ class AsyncLLM(EngineClient):
         if (reason := self._pipe.engine.stuck_reason()) is not None:
             raise EngineDeadError(reason)
 
+    def kill(self) -> None:
+        """End the engine now, whatever runs: for an exit that cannot wait."""
+        self._pipe.engine.kill()
+
     async def shutdown(self) -> None:
         """End the reader and the engine; what still runs gets EngineDeadError."""
-        if self._is_shut_down:
-            return
+        if not self._is_shut_down:
+            await self.leave_loop()
+            await asyncio.to_thread(self.close)
+
+    async def leave_loop(self) -> None:
+        """Do the part of `shutdown` that must run in the loop; what is left is `close`, for any thread."""
         self._is_shut_down = True
         self.fail_all(EngineDeadError("the engine is shut down"))
         await self._pipe.end_reader()
-        await asyncio.to_thread(self._finalizer)
+
+    def close(self) -> None:
+        """End the engine; blocks for up to two seconds if it does not obey."""
+        self._finalizer()
 
 
 async def _read(pipe: _Pipe) -> None:

@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(ServeConfig)}
-    values["served_model_name"] = tuple(values["served_model_name"])
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     config = ServeConfig(**values)
     from server import launcher  # after the flags are checked: --help and errors need none of it
 

@@ -1,7 +1,7 @@
 """Configuration of `ringserve serve`: each setting written once; the command line is made from these fields."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ class ServeConfig:
     drain_timeout: float = _option(30.0, "time that running streams may take to end after SIGTERM", "SECONDS")
     step_timeout: float = _option(60.0, "time after which a step in progress counts as stuck", "SECONDS")
     stream_interval: int = _option(1, "least tokens in an event, but for the first and the last", "N")
+    pooling: str | None = _option(
+        None, "of embeddings; as the model's 1_Pooling/config.json says, else last, if unset", choices=("last", "mean")
+    )
     wait_strategy: str = _option("adaptive", "how the server waits for the next step", choices=STRATEGIES)
     keep_alive_on_engine_death: bool = _option(False, "stay up, answering 503, when the engine has died")
     engine: str = _option("model", "what generates", choices=("model", "synthetic"))
@@ -41,6 +44,7 @@ class ServeConfig:
         "auto", "what runs the model; auto: the fastest that is right", choices=("auto", "hf", "fused")
     )
     overlap: str = _option("auto", "two steps in flight; auto: on a GPU", choices=("auto", "on", "off"))
+    adapters: tuple[str, ...] = _option((), "LoRA adapters (PEFT), each served as a model of that name", "NAME=DIR")
     deterministic: bool = _option(False, "a request's tokens never depend on its batch mates; slower")
     num_threads: int | None = _option(None, "of the engine on CPUs; all cores but one if unset", "N")
     kv_cache_tokens: int | None = _option(None, "size of the KV cache; half of the free memory if unset", "N")
@@ -54,6 +58,7 @@ class ServeConfig:
     prefill_time_ms: float = _synthetic(0.0, "time to a request's first token", "MS")
     script: str | None = _synthetic(None, "JSON list of the token ids that each request emits", "FILE")
     lockstep: str | None = _synthetic(None, "one u64: the events that have reached the clients", "FILE")
+    embedding_size: int = _synthetic(64, "numbers in an embedding", "N")
     fail_after: int = _synthetic(-1, "fail each request after so many tokens; -1 is never", "N")
 
     def __post_init__(self) -> None:
@@ -61,10 +66,20 @@ class ServeConfig:
         _at_least(self, 0, "port", "drain_timeout", "step_time_ms", "prefill_time_ms")
         _at_least(self, 1, "stream_interval", "max_num_queued_reqs", "max_body_mb", "tokens_per_step", "step_timeout")
         _at_least(self, 1, "max_model_len", "max_num_seqs", "num_threads", "kv_cache_tokens", "block_size")
-        _at_least(self, 1, "max_num_batched_tokens")
+        _at_least(self, 1, "max_num_batched_tokens", "embedding_size")
         _at_least(self, -1, "fail_after")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None and value not in (choices := each.metadata.get("choices", (value,))):
+                raise StartupError(f"--{each.name.replace('_', '-')} is {value!r}: one of {', '.join(choices)}")
         if self.port > 65535:
             raise StartupError(f"--port is {self.port}: at most 65535")
+        self._check_adapters()
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The models that the adapters are served as."""
+        return tuple(adapter.partition("=")[0] for adapter in self.adapters)
 
     def engine_config(self, tokenizer: Path) -> dict[str, Any]:
         """Return the engine process's configuration, without its rings.
@@ -80,13 +95,27 @@ class ServeConfig:
                 "overlap": self.overlap,
                 **given, **self._given("num_threads", "kv_cache_tokens", "block_size", "max_num_batched_tokens"),
             }  # fmt: skip
+            if self.adapters:
+                options["adapters"] = dict(adapter.split("=", 1) for adapter in self.adapters)
             return {"model": options, "step_log": self.step_log}
         synthetic = {
             "tokenizer": str(tokenizer), "script": self.script or "", "step_time_s": self.step_time_ms / 1e3,
             "tokens_per_step": self.tokens_per_step, "prefill_time_s": self.prefill_time_ms / 1e3,
-            "lockstep": self.lockstep or "", "fail_after": self.fail_after, **given,
+            "lockstep": self.lockstep or "", "fail_after": self.fail_after, "embedding_size": self.embedding_size,
+            **given,
         }  # fmt: skip
         return {"synthetic": synthetic, "step_log": self.step_log}
+
+    def _check_adapters(self) -> None:
+        names = self.adapter_names
+        for adapter in self.adapters:
+            name, _, directory = adapter.partition("=")
+            if not (name and directory):
+                raise StartupError(f"--adapters is {adapter}: must be NAME=DIR")
+            if name in self.served_model_name or names.count(name) > 1:
+                raise StartupError(f"--adapters is {adapter}: the name is another model's already")
+        if names and self.engine != "model":
+            raise StartupError(f"--adapters is for --engine model: {self.engine} has none")
 
     def _given(self, *names: str) -> dict[str, int]:
         """Return those of the fields that are set; the engine has defaults for the others."""

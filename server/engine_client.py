@@ -3,8 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable
 
-from server.input_processor import GenerateRequest
-from server.outputs import RequestOutput
+from server.input_processor import EncodeRequest, GenerateRequest
+from server.outputs import EmbeddingOutput, RequestOutput
 
 
 class EngineClient(ABC):
@@ -41,11 +41,12 @@ class EngineClient(ABC):
         """
 
     @abstractmethod
-    def encode(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Yield a pooling request's outputs.
+    def encode(self, request: EncodeRequest) -> AsyncGenerator[EmbeddingOutput, None]:
+        """Yield a prompt's embedding, once; closing or cancelling the generator aborts the request.
 
         Raises:
-            NotImplementedError: If the engine serves no pooling.
+            RequestError, EngineGenerateError, EngineDeadError: As `generate`; RequestError too if the engine embeds
+                nothing.
         """
 
     @abstractmethod

@@ -18,6 +18,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "logprob_token_ids": ([],),
     "modalities": (["text"],),
+    "moderation": (),
     "prompt_embeds": (),
     "repetition_detection": (),
     "response_format": ({"type": "text"},),
@@ -27,6 +28,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
@@ -93,6 +95,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     length_penalty: Any = None
     logprob_token_ids: Any = None
     modalities: Any = None
+    moderation: Any = None
     prompt_embeds: Any = None
     repetition_detection: Any = None
     response_format: Any = None
@@ -102,6 +105,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     tool_choice: Any = None
     tools: Any = None
     use_beam_search: Any = None
+    verbosity: Any = None
     vllm_xargs: Any = None
     web_search_options: Any = None
 

@@ -1,8 +1,9 @@
 """From a prompt and sampling parameters to engine requests: render, tokenize, validate. Knows no HTTP."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +14,11 @@ from server.model_info import ModelInfo
 from server.outputs import OutputKind
 from server.sampling_params import SamplingParams
 from shm_transport.messages import AddRequest, Fork
+from shm_transport.records import Pooling
 
 _INLINE_ITEMS = 4096  # characters or token ids; more are processed on a thread: so many take about a millisecond
 _MESSAGE_ITEMS = 64  # what rendering a message costs beside its text
+_NO_SAMPLING = SamplingParams()  # of an embedding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +37,25 @@ class GenerateRequest:
     truncation: "Truncation | None" = None
     priority: int = 0  # lower runs earlier
     cache_salt: str = ""  # prompts of different salts share no cached block
+    adapter: str = ""  # name of a LoRA adapter that the engine has; none: the model as it is
+    name: str = "prompt"  # what errors call it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodeRequest:
+    """One text, or token ids, to embed: the argument of `EngineClient.encode`.
+
+    `pooling` None is the model's own. `request_id` is the name by which it can be aborted.
+    """
+
+    request_id: str
+    prompt: str | list[int]
+    pooling: Pooling | None = None
+    is_normalized: bool = True
+    add_special_tokens: bool = True
+    truncation: "Truncation | None" = None
+    priority: int = 0  # lower runs earlier
+    name: str = "prompt"  # what errors call it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +81,9 @@ class ProcessedRequest:
     bad_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
+    adapter: str = ""
+    pooling: Pooling = Pooling.NONE
+    is_normalized: bool = False
     prompt_array: NDArray[np.int32] = field(init=False)  # prompt_token_ids for the engine, once for all n sequences
 
     def __post_init__(self) -> None:
@@ -78,7 +103,8 @@ class ProcessedRequest:
             logit_bias=params.logit_bias, allowed_token_ids=params.allowed_token_ids, bad_token_ids=self.bad_token_ids,
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
             num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
-            priority=self.priority, cache_salt=self.cache_salt,
+            priority=self.priority, cache_salt=self.cache_salt, adapter=self.adapter, pooling=self.pooling,
+            is_normalized=self.is_normalized,
         )  # fmt: skip
 
 
@@ -112,48 +138,56 @@ class InputProcessor:
         Raises:
             RequestError: Naming the field, its value and the remedy.
         """
-        if sum(len(request.prompt) for request in requests) <= _INLINE_ITEMS:
-            return [self._process(request) for request in requests]
-        return await asyncio.to_thread(lambda: [self._process(request) for request in requests])
+        return await _each(self._process, requests)
+
+    async def process_encode(self, requests: list[EncodeRequest]) -> list[ProcessedRequest]:
+        """Do what process_all does for requests that want an embedding.
+
+        Raises:
+            RequestError: As process_all; or if the engine embeds nothing.
+        """
+        if not self._model.embedding_size:
+            raise RequestError("this engine makes no embeddings: use one that serves a model", param="model")
+        return await _each(self._process_encode, requests)
 
     def _process(self, request: GenerateRequest) -> ProcessedRequest:
+        return self._fit(request, self._token_ids(request, num_reserved=1))
+
+    def _process_encode(self, request: EncodeRequest) -> ProcessedRequest:
+        return ProcessedRequest(
+            request_id=request.request_id,
+            prompt_token_ids=self._token_ids(request, num_reserved=0),
+            params=_NO_SAMPLING,
+            kind=OutputKind.FINAL_ONLY,
+            max_tokens=0,
+            eos_token_id=-1,
+            stop_token_ids=(),
+            first_index=0,
+            priority=request.priority,
+            pooling=request.pooling or self._model.pooling,
+            is_normalized=request.is_normalized,
+        )
+
+    def _token_ids(self, request: GenerateRequest | EncodeRequest, *, num_reserved: int) -> list[int]:
+        """Return a prompt's valid token ids; `num_reserved` more must fit the context."""
         given = request.prompt
         token_ids = self._tokenize(given, request) if isinstance(given, str) else given
+        most = self._model.max_model_len - num_reserved
         if request.truncation is not None:
-            token_ids = self._truncate(token_ids, request.truncation)
-        self._check_length(token_ids)
+            token_ids = _truncate(token_ids, request.truncation, self._model.max_model_len, most)
+        _check_length(token_ids, request.name, most)
         if not isinstance(given, str):
-            self._check_token_ids("prompt", token_ids)
-        return self._fit(request, token_ids)
+            self._check_token_ids(request.name, token_ids)
+        return token_ids
 
-    def _truncate(self, token_ids: list[int], truncation: Truncation) -> list[int]:
-        context, limit = self._model.max_model_len, truncation.max_tokens
-        if limit != -1 and not 1 <= limit <= context:
-            raise RequestError(
-                f"truncate_prompt_tokens is {shown(limit)}: must be from 1 to the context of {context}, or -1",
-                param="truncate_prompt_tokens",
-            )
-        limit = context - 1 if limit == -1 else limit
-        return token_ids[max(len(token_ids) - limit, 0) :] if truncation.keeps_end else token_ids[:limit]
-
-    def _tokenize(self, text: str, request: GenerateRequest) -> list[int]:
-        model = self._model
+    def _tokenize(self, text: str, request: GenerateRequest | EncodeRequest) -> list[int]:
+        model, name = self._model, request.name
         if len(text) > model.max_model_len * model.tokenizer.longest_token and request.truncation is None:
             raise RequestError(
-                f"prompt has {len(text)} characters, more than {model.max_model_len} tokens can hold: shorten it",
-                param="prompt",
+                f"{name} has {len(text)} characters, more than {model.max_model_len} tokens can hold: shorten it",
+                param=name,
             )
         return model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
-
-    def _check_length(self, token_ids: list[int]) -> None:
-        limit = self._model.max_model_len
-        if not token_ids:
-            raise RequestError("prompt is empty: it must have at least one token", param="prompt")
-        if len(token_ids) >= limit:
-            raise RequestError(
-                f"prompt has {len(token_ids)} tokens: at most {limit - 1}, so that one more fits the context",
-                param="prompt",
-            )
 
     def _fit(self, request: GenerateRequest, token_ids: list[int]) -> ProcessedRequest:
         model, params = self._model, request.params.without_duplicates()
@@ -187,6 +221,7 @@ class InputProcessor:
             bad_token_ids=params.bad_token_ids + tuple(map(self._bad_token_id, params.bad_words)),
             priority=request.priority,
             cache_salt=request.cache_salt,
+            adapter=request.adapter,
         )
 
     def _bad_token_id(self, word: str) -> int:
@@ -213,4 +248,34 @@ class InputProcessor:
         wrong = next(token_id for token_id in token_ids if type(token_id) is not int or not 0 <= token_id < size)
         raise RequestError(
             f"{field_name} holds {shown(wrong)}: token ids are integers from 0 to {size - 1}", param=field_name
+        )
+
+
+_Request = TypeVar("_Request", GenerateRequest, EncodeRequest)
+
+
+async def _each(process: Callable[[_Request], ProcessedRequest], requests: list[_Request]) -> list[ProcessedRequest]:
+    """Process requests, on a thread if there is much of them."""
+    if sum(len(request.prompt) for request in requests) <= _INLINE_ITEMS:
+        return [process(request) for request in requests]
+    return await asyncio.to_thread(lambda: [process(request) for request in requests])
+
+
+def _truncate(token_ids: list[int], truncation: Truncation, context: int, most: int) -> list[int]:
+    limit = truncation.max_tokens
+    if limit != -1 and not 1 <= limit <= context:
+        raise RequestError(
+            f"truncate_prompt_tokens is {shown(limit)}: must be from 1 to the context of {context}, or -1",
+            param="truncate_prompt_tokens",
+        )
+    limit = most if limit == -1 else limit
+    return token_ids[max(len(token_ids) - limit, 0) :] if truncation.keeps_end else token_ids[:limit]
+
+
+def _check_length(token_ids: list[int], name: str, most: int) -> None:
+    if not token_ids:
+        raise RequestError(f"{name} is empty: it must have at least one token", param=name)
+    if len(token_ids) > most:
+        raise RequestError(
+            f"{name} has {len(token_ids)} tokens: at most {most} fit the context with what shall come of it", param=name
         )

@@ -12,22 +12,17 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
-from server import model_path
 from server.app import build_app
 from server.async_llm import AsyncLLM
 from server.config import ServeConfig
-from server.engine_process import EngineProcess
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
-from server.model_info import ModelInfo
 from server.serving import Serving
-from shm_transport.config import RingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -94,31 +89,32 @@ def serve(config: ServeConfig) -> int:
     """
     started_s = time.monotonic()
     with contextlib.closing(_bind(config)) as listener, _terminating_signals():
-        tokenizer = _locate_tokenizer(config)
-        model = ModelInfo.load(tokenizer, chat_template=config.chat_template)  # its errors come before a long load
-        engine = EngineProcess(config.engine_config(tokenizer), RingConfig(), config.step_timeout, config.wait_strategy)
+        llm = AsyncLLM.from_config(config)
         try:
-            limits = engine.limits
-            model = model.with_limits(max_model_len=limits["max_model_len"], vocab_size=limits["vocab_size"])
-            llm = AsyncLLM(
-                engine, model, max_num_queued_reqs=config.max_num_queued_reqs, stream_interval=config.stream_interval
-            )
-            serving = _serving(config, llm, tokenizer.parent.name)
+            serving = _serving(config, llm)
             banner = _banner(serving, listener, time.monotonic() - started_s)
             server = Server(_uvicorn_config(config, serving), llm, config, banner)
             server.run(sockets=[listener])  # from here on its own signal handlers: a signal means drain
         finally:
-            engine.kill()
+            llm.kill()
     return server.exit_status
 
 
-def _serving(config: ServeConfig, llm: AsyncLLM, directory_name: str) -> Serving:
+def _serving(config: ServeConfig, llm: AsyncLLM) -> Serving:
     return Serving(
         llm=llm,
-        model_names=config.served_model_name or (config.model or directory_name,),
+        model_names=_model_names(config, llm.model.directory_name),
+        adapters=config.adapter_names,
         version=importlib.metadata.version("ringserve"),
         max_body_bytes=config.max_body_mb * 2**20,
     )
+
+
+def _model_names(config: ServeConfig, directory_name: str) -> tuple[str, ...]:
+    names = config.served_model_name or (config.model or directory_name,)
+    if names[0] in config.adapter_names:
+        raise StartupError(f"--adapters has an adapter {names[0]}: the model itself is served under that name")
+    return names
 
 
 def _uvicorn_config(config: ServeConfig, serving: Serving) -> uvicorn.Config:
@@ -133,14 +129,6 @@ def _uvicorn_config(config: ServeConfig, serving: Serving) -> uvicorn.Config:
         server_header=False,
         timeout_graceful_shutdown=config.drain_timeout + _GRACE_S,  # type: ignore[arg-type]  # wait_for takes fractions
     )
-
-
-def _locate_tokenizer(config: ServeConfig) -> Path:
-    """Return the model's tokenizer.json. The synthetic engine may be given that file alone."""
-    path = Path(config.model or "")
-    if config.engine == "synthetic" and path.is_file():
-        return path.resolve()
-    return model_path.resolve(config.model) / "tokenizer.json"
 
 
 def _bind(config: ServeConfig) -> socket.socket:

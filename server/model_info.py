@@ -8,6 +8,7 @@ from server.chat_template import ChatTemplate
 from server.errors import RequestError, StartupError, shown
 from server.sampling_params import SamplingParams
 from server.tokenizer import Tokenizer, load_chat_template, read_json
+from shm_transport.records import Pooling
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
 
@@ -16,12 +17,15 @@ _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
 class ModelInfo:
     """The model as the front end sees it. The limits come from the engine, once it is ready (`with_limits`)."""
 
+    directory_name: str
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     eos_token_id: int  # -1: none
     extra_eos_token_ids: tuple[int, ...]  # end a request like stop_token_ids, unless ignore_eos
     max_model_len: int = 0
     vocab_size: int = 0  # of the model: ids from the tokenizer's size to this are legal, and no text
+    embedding_size: int = 0  # numbers in an embedding
+    pooling: Pooling = Pooling.LAST  # of embeddings, where a request names none
     sampling_defaults: dict[str, float] = field(default_factory=dict)  # from generation_config.json
 
     @classmethod
@@ -37,16 +41,21 @@ class ModelInfo:
         named = _token_ids(generation, directory) or _token_ids(read_json(directory / "config.json"), directory)
         eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else next(iter(named), -1)
         return cls(
+            directory_name=directory.name,
             tokenizer=tokenizer,
             chat_template=load_chat_template(directory, chat_template, tokenizer.special_tokens),
             eos_token_id=eos,
             extra_eos_token_ids=tuple(token_id for token_id in named if token_id != eos),
             sampling_defaults=_sampling_defaults(generation, directory),
+            pooling=_pooling(directory),
         )
 
-    def with_limits(self, *, max_model_len: int, vocab_size: int) -> "ModelInfo":
+    def with_limits(self, *, max_model_len: int, vocab_size: int, embedding_size: int = 0) -> "ModelInfo":
         """Return the same with the limits that the engine reported."""
-        return replace(self, max_model_len=max_model_len, vocab_size=max(vocab_size, self.tokenizer.vocab_size))
+        return replace(
+            self, max_model_len=max_model_len, vocab_size=max(vocab_size, self.tokenizer.vocab_size),
+            embedding_size=embedding_size,
+        )  # fmt: skip
 
 
 def _token_ids(config: dict[str, Any], directory: Path) -> list[int]:
@@ -57,6 +66,12 @@ def _token_ids(config: dict[str, Any], directory: Path) -> list[int]:
             f"eos_token_id is {shown(value)} in the configuration of {directory}: must be a token id or a list of them"
         )
     return ids
+
+
+def _pooling(directory: Path) -> Pooling:
+    """Return what the model was trained for, as sentence-transformers notes it; the last token's if nothing is."""
+    is_mean = read_json(directory / "1_Pooling" / "config.json").get("pooling_mode_mean_tokens") is True
+    return Pooling.MEAN if is_mean else Pooling.LAST
 
 
 def _sampling_defaults(generation: dict[str, Any], directory: Path) -> dict[str, float]:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from server.config import ServeConfig
 from server.errors import StartupError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -30,6 +31,18 @@ def resolve(model: str | None) -> Path:
     if path.exists() or not _HUB_ID.fullmatch(model) or model.startswith("."):
         raise StartupError(f"model is {model!r}: neither a directory nor a hub id (OWNER/NAME)")
     return _download(model)
+
+
+def locate_tokenizer(config: ServeConfig) -> Path:
+    """Return the model's tokenizer.json, downloading what is missing. The synthetic engine takes that file alone too.
+
+    Raises:
+        StartupError: As `resolve`.
+    """
+    path = Path(config.model or "")
+    if config.engine == "synthetic" and path.is_file():
+        return path.resolve()
+    return resolve(config.model) / "tokenizer.json"
 
 
 def pull_default_model() -> Path:

@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from server.answer_types import ChatCompletion, ChatCompletionChunk, Completion
 from server.chat_request import ChatCompletionRequest
 from server.choices import Answer, chat_answer, completion_answer
 from server.chunks import ChatChunks, ChunkFormat, CompletionChunks, LogprobFormat, Shown
 from server.completion_request import CompletionRequest
 from server.echo import Echo, EchoChunks, PromptSource
+from server.endpoint import Endpoint
 from server.input_processor import GenerateRequest, ProcessedRequest, Truncation
 from server.json_response import JsonResponse
 from server.logprob_format import ChatLogprobs, CompletionLogprobs, TokenNames
@@ -76,28 +77,6 @@ async def completions(request: Request) -> ASGIApp:
     return await _answer(request, body, _COMPLETION, params, prompts)
 
 
-async def models(request: Request) -> ASGIApp:
-    """GET /v1/models."""
-    serving: Serving = request.app.state.serving
-    return JsonResponse({"object": "list", "data": [_card(serving, name) for name in serving.model_names]})
-
-
-async def model(request: Request) -> ASGIApp:
-    """GET /v1/models/NAME."""
-    serving: Serving = request.app.state.serving
-    name = request.path_params["name"]
-    serving.check_model(name)
-    return JsonResponse(_card(serving, name))
-
-
-ROUTES = [
-    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-    Route("/v1/completions", completions, methods=["POST"]),
-    Route("/v1/models", models, methods=["GET"]),
-    Route("/v1/models/{name:path}", model, methods=["GET"]),
-]
-
-
 async def _answer(
     request: Request,
     body: ChatCompletionRequest | CompletionRequest,
@@ -108,7 +87,7 @@ async def _answer(
     """Generate for each prompt; return the response that streams the choices, or that holds them all."""
     serving: Serving = request.app.state.serving
     name = request_id(request, body.request_id)
-    identity = serving.identity(f"{endpoint.id_prefix}-{name}")
+    identity = serving.identity(f"{endpoint.id_prefix}-{name}", body.model)
     requests = await _process(serving, body, identity.response_id, params, prompts)
     names = _names(serving, body)
     shown = _shown(body, requests, endpoint.logprobs(names) if params.logprobs is not None else None)
@@ -155,6 +134,7 @@ async def _process(
                 truncation=truncation,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
+                adapter=serving.adapter(body.model),
             )
             for i, prompt in enumerate(prompts.prompts)
         ]
@@ -188,14 +168,26 @@ def _texts(serving: Serving, prompts: list[str | list[int]], skip_special_tokens
     return [p if isinstance(p, str) else decode(p, skip_special_tokens=skip_special_tokens) for p in prompts]
 
 
-def _card(serving: Serving, name: str) -> dict[str, Any]:
-    return {
-        "id": name, "object": "model", "created": serving.created, "owned_by": "ringserve",
-        "root": serving.model_names[0], "parent": None, "max_model_len": serving.llm.model.max_model_len,
-    }  # fmt: skip
-
-
 _CHAT = _Endpoint(id_prefix="chatcmpl", chunks=ChatChunks, logprobs=ChatLogprobs, answer=chat_answer)
 _COMPLETION = _Endpoint(
     id_prefix="cmpl", chunks=CompletionChunks, logprobs=CompletionLogprobs, answer=completion_answer
+)
+
+ENDPOINTS = (
+    Endpoint(
+        path="/v1/chat/completions",
+        handler=chat_completions,
+        summary="Answer a chat",
+        body=ChatCompletionRequest,
+        answer=ChatCompletion,
+        event=ChatCompletionChunk,
+    ),
+    Endpoint(
+        path="/v1/completions",
+        handler=completions,
+        summary="Complete prompts",
+        body=CompletionRequest,
+        answer=Completion,
+        event=Completion,
+    ),
 )

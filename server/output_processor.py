@@ -20,7 +20,7 @@ from server.sink import DeltaWriter
 from server.stop_strings import StopStringChecker
 from server.tokenizer import Tokenizer
 from shm_transport.messages import Data
-from shm_transport.records import FinishReason
+from shm_transport.records import DataContent, FinishReason
 from shm_transport.step_ring import FirstRows, Logprobs, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -248,10 +248,14 @@ class OutputProcessor:
         return [state.handle for state in states]
 
     def keep(self, data: Data) -> None:
-        """Keep an array with its request; one of a request that is gone is dropped."""
+        """Keep an array with its request, which an embedding ends; one of a request that is gone is dropped."""
         state = self._state_of(data.handle)
-        if state is not None:
-            state.collector.arrays[data.content] = data.array
+        if state is None:
+            return
+        state.collector.arrays[data.content] = data.array
+        if data.content == DataContent.EMBEDDING:
+            self._forget(state)
+            state.collector.put(CompletionOutput(state.index, "", [], "stop"))
 
     def fail(self, handle: int, error: Exception) -> list[int]:
         """End the whole request that a sequence belongs to with an error; return its live handles."""

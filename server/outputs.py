@@ -4,6 +4,7 @@ import enum
 from typing import Any
 
 import msgspec
+import numpy as np
 from numpy.typing import NDArray
 
 from shm_transport.records import DataContent
@@ -80,3 +81,15 @@ class RequestOutput(msgspec.Struct):
     finished: bool
     num_cached_tokens: int = 0
     arrays: dict[DataContent, NDArray[Any]] = {}  # msgspec copies it
+
+
+class EmbeddingOutput(msgspec.Struct):
+    """A prompt's embedding: what `encode` yields.
+
+    Attributes:
+        embedding: [embedding_size] f4.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    embedding: NDArray[np.float32]

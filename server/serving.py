@@ -30,6 +30,7 @@ class Serving:
     model_names: tuple[str, ...]  # the first is the one that responses report
     version: str
     max_body_bytes: int
+    adapters: tuple[str, ...] = ()  # LoRA adapters, which are models of their own to requests
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:
@@ -38,16 +39,20 @@ class Serving:
         Raises:
             NotFoundError: Naming those that are.
         """
-        if name is not None and name not in self.model_names:
-            served = ", ".join(self.model_names)
+        if name is not None and name not in self.model_names and name not in self.adapters:
+            served = ", ".join((*self.model_names, *self.adapters))
             raise NotFoundError(f"model is {shown(name)}: this server has {served}", param="model")
 
-    def identity(self, response_id: str) -> StreamIdentity:
-        """Return what all chunks of one response have in common."""
+    def adapter(self, name: str | None) -> str:
+        """Return the adapter that a request for the model `name` wants; "" if none."""
+        return name if name in self.adapters else ""
+
+    def identity(self, response_id: str, name: str | None = None) -> StreamIdentity:
+        """Return what all chunks of one response to a request for the model `name` have in common."""
         return StreamIdentity(
             response_id=response_id,
             created=int(time.time()),
-            model=self.model_names[0],
+            model=self.adapter(name) or self.model_names[0],
             fingerprint=f"ringserve-{self.version}",
         )
 

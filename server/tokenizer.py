@@ -57,12 +57,19 @@ class Tokenizer:
         return cls(library, _special_tokens(read_json(path.with_name("tokenizer_config.json"))))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the text's token ids. Releases the GIL for long texts, so it may run on a thread."""
-        return list(self._library.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Return the text's token ids. Releases the GIL, which the library's `encode` holds: it may run on a thread."""
+        (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of a whole sequence."""
-        return str(self._library.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        """Return the text of a whole sequence. Releases the GIL, so it may run on a thread."""
+        (text,) = self._library.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return str(text)
+
+    def token_strings(self, token_ids: list[int]) -> list[str]:
+        """Return each token as the vocabulary writes it, "" for ids that it lacks."""
+        name = self._library.id_to_token
+        return [name(token_id) or "" for token_id in token_ids]
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes that one token is, special or not; none for an id without a token.

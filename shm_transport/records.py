@@ -68,7 +68,7 @@ class RecordKind(enum.IntEnum):
 
     STEP = 1  # rows of new tokens
     ATTACHED = 2  # the engine has mapped both rings; nothing else in it
-    READY = 3  # JSON: max_model_len, vocab_size, num_blocks
+    READY = 3  # JSON: max_model_len, vocab_size, embedding_size, num_blocks
     REPLY = 4  # u64 call id, then JSON
     ERROR = 5  # u64 handle, then UTF-8 text: this one request failed
     DATA = 6  # DATA_FIELDS, then the shape, then the bytes of one array

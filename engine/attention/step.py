@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.attention.kernels import Options, attend
 from engine.batch import Batch, ChunkSpan
-from engine.kv_cache import KVCache, LayerShape
+from engine.kv_cache import KVCache, LayerShape, begun_blocks
 
 # Rows of a chunk that attend at once. No row looks at keys behind the last of them, so half of the work falls away.
 _CHUNK_ROWS = 128
@@ -37,6 +37,7 @@ class StepAttention:
         self._cache = cache  # None: nothing is kept, for chunks without context
         self._num_decodes = batch.num_decodes
         self._slot_mapping = torch.from_numpy(batch.slot_mapping).to(device)
+        self._begun = None if cache is None else begun_blocks(batch.slot_mapping, cache.block_size, device)
         self._groups = _decode_groups(batch, device) if batch.num_decodes else []
         self._chunks = batch.chunks
         self._chunk_tables = [torch.from_numpy(chunk.block_table).to(device)[None] for chunk in batch.chunks]
@@ -46,6 +47,8 @@ class StepAttention:
         """Attend as `engine.attention.base.Attention` says."""
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], key.dtype)
         if self._cache is not None:
+            if self._begun is not None:
+                self._cache.clear(layer, self._begun)
             self._cache.write(layer, self._slot_mapping, key, value)
         grouped = query.view(len(query), key.shape[1], -1, query.shape[-1])
         parts = []

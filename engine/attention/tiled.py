@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.attention.kernels import Options, attend
 from engine.batch import Batch
-from engine.kv_cache import KVCache
+from engine.kv_cache import KVCache, begun_blocks
 
 
 class _Tile(NamedTuple):
@@ -27,11 +27,14 @@ class TiledAttention:
     def __init__(self, batch: Batch, cache: KVCache, device: torch.device) -> None:
         self._cache, self._device = cache, device
         self._slot_mapping = torch.from_numpy(batch.slot_mapping).to(device)
+        self._begun = begun_blocks(batch.slot_mapping, cache.block_size, device)
         self._tiles = _tiles(batch, cache.block_size, device)
         self._biases: dict[tuple[int, int | None], Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """Attend as `engine.attention.base.Attention` says."""
+        if self._begun is not None:
+            self._cache.clear(layer, self._begun)
         self._cache.write(layer, self._slot_mapping, key, value)
         grouped = query.view(len(query), key.shape[1], -1, query.shape[-1])
         return torch.cat([self._attend_tile(layer, grouped, tile, options) for tile in self._tiles])

@@ -14,6 +14,7 @@ class Runner(Protocol):
 
     max_model_len: int  # tokens of a request, prompt and output together
     vocab_size: int
+    hidden_size: int  # of the final hidden states
     num_blocks: int  # of the KV cache, block 0 included, which is nobody's: padding reads and writes it
     block_size: int  # tokens of a block
     dtype: torch.dtype

@@ -54,7 +54,8 @@ class FusedModel:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.architecture, self.vocab_size, self.dtype = config.architecture, config.vocab_size, dtype
+        self.architecture, self.dtype = config.architecture, dtype
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         shape = LayerShape(config.num_kv_heads, config.head_dim, config.head_dim, dtype)
         self.shapes: Mapping[int, LayerShape] = dict.fromkeys(range(config.num_layers), shape)
         self._config, self._device = config, device
@@ -119,7 +120,7 @@ class _Weights:
         return self._checkpoint.take("model.embed_tokens.weight", self._config.vocab_size, self._config.hidden_size)
 
     def head(self, embedding: Tensor) -> Linear:
-        """Return the product that makes logits: never 4-bit, which costs it a tenth of its first choices."""
+        """Return the product that makes logits: never 4-bit, which would change many of its first choices."""
         name = "lm_head.weight"
         if not self._config.ties_embeddings and name in self._checkpoint:
             embedding = self._checkpoint.take(name, self._config.vocab_size, self._config.hidden_size)

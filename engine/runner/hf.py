@@ -35,6 +35,7 @@ class HfModel:
         text_config = model.config.get_text_config()
         self.architecture = architecture(model.config)
         self.vocab_size = int(text_config.vocab_size)
+        self.hidden_size = int(model.get_output_embeddings().weight.shape[1])
         self.dtype: torch.dtype = model.dtype
         self.shapes: Mapping[int, LayerShape] = self._probe_layers(int(text_config.num_hidden_layers))
 

@@ -23,6 +23,7 @@ class Model(Protocol):
 
     architecture: str  # the model's class, for messages
     vocab_size: int
+    hidden_size: int  # of the final hidden states
     dtype: torch.dtype
     shapes: Mapping[int, LayerShape]  # by layer
     adapters: Adapters
@@ -43,7 +44,7 @@ class PagedRunner:
         self, model: Model, *, max_model_len: int, device: torch.device, is_deterministic: bool = False
     ) -> None:
         self.model, self.device, self.max_model_len = model, device, max_model_len
-        self.vocab_size, self.dtype = model.vocab_size, model.dtype
+        self.vocab_size, self.hidden_size, self.dtype = model.vocab_size, model.hidden_size, model.dtype
         self.adapter_names = model.adapters.names
         self.num_blocks = self.block_size = 0
         self.last_tokens = torch.zeros(0, dtype=torch.int64, device=device)  # of the rows of the step before

@@ -287,17 +287,29 @@ def test_prompt_logprobs_come_as_data_before_the_first_token(driver) -> None:
 
 
 def test_an_embedding_comes_as_data_and_is_all_that_comes(driver) -> None:
-    if "synthetic" in driver.engine_config:
-        pytest.skip("it has no hidden states")
     driver.messages.clear()
     driver.add(pooling=Pooling.MEAN, is_normalized=True, max_tokens=0)
     while not driver.messages:
         assert not getattr(driver.read(), "handles", None)
     data = Data.decode(driver.messages[0].body)
-    assert (data.content, data.array.shape) == (DataContent.EMBEDDING, (32,))
+    assert (data.content, data.array.shape) == (DataContent.EMBEDDING, (driver.engine.limits["embedding_size"],))
     assert np.linalg.norm(data.array) == pytest.approx(1.0, abs=1e-5)
     step = driver.read()
     assert (step.handles, step.header.num_running) == ([], 0)
+
+
+def test_a_prompt_to_embed_may_fill_the_context(driver) -> None:
+    driver.messages.clear()
+    prompt = np.full(MAX_MODEL_LEN, 7, np.int32)
+    driver.add(prompt_token_ids=prompt, pooling=Pooling.LAST, max_tokens=0)
+    while not driver.messages:
+        driver.read()
+    assert driver.messages[0].kind == RecordKind.DATA
+    driver.messages.clear()
+    driver.add(prompt_token_ids=np.append(prompt, 7), pooling=Pooling.LAST, max_tokens=0)
+    while not driver.messages:
+        driver.read()
+    assert driver.messages[0].kind == RecordKind.ERROR
 
 
 def test_an_unknown_call_gets_an_answer(driver) -> None:

@@ -196,3 +196,19 @@ def test_roles_come_first_and_each_of_n_choices_finishes_once(synthetic) -> None
         assert reasons[-1] == "length"
         assert set(reasons[:-1]) == {None}
     assert chunks[-1]["usage"]["completion_tokens"] == 9
+
+
+def test_answers_have_every_field(synthetic) -> None:
+    for path in PATHS:
+        body = answer(synthetic, path, max_tokens=2)
+        [choice] = body["choices"]
+        common = {"index", "logprobs", "finish_reason", "stop_reason", "token_ids"}
+        assert {"id", "object", "created", "model", "service_tier", "system_fingerprint", "usage"} <= set(body)
+        if path == PATHS[0]:
+            assert set(choice) == common | {"text", "prompt_logprobs", "prompt_token_ids"}
+        else:
+            assert set(choice) == common | {"message"}
+            assert {"prompt_logprobs", "prompt_token_ids"} <= set(body)
+            nothing = ("refusal", "annotations", "audio", "function_call")
+            assert [choice["message"][name] for name in nothing] == [None] * 4
+        assert [choice[name] for name in ("logprobs", "stop_reason", "token_ids")] == [None] * 3

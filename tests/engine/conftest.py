@@ -240,6 +240,7 @@ class FakeRunner:
         self.dtype = torch.float32
         self.device = torch.device("cpu")
         self.adapter_names: tuple[str, ...] = ()
+        self.hidden_size = 0  # it embeds nothing
         self.raises: Exception | None = None
         self._logits_of = logits_of
         self._cache = np.full((num_blocks, block_size), -1, np.int64)

@@ -45,8 +45,8 @@ def test_logits_beyond_the_sampled_and_hidden_states_are_named_row_by_row() -> N
     plan = Plan(
         chunks=[Chunk(request, 4, is_last=True)],
         sampled_rows=[3],
-        scored=[PromptRows(request, 0, 2, True)],
-        pooled=[PromptRows(request, 1, 4, True)],
+        scored=[PromptRows(request, 0, 2)],
+        pooled=[PromptRows(request, 1, 4)],
     )
     batch = pack(plan, block_size=2)
     assert batch.last_rows.tolist() == [3, 0, 1]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.config import EngineConfig
 from engine.interface import RequestFailedError
 from shm_transport.messages import Fork
 from shm_transport.records import DataContent, Pooling
@@ -97,6 +98,38 @@ def test_forks_get_their_tokens_and_the_first_sequence_the_prompt_logprobs(
     driver.run()
     assert driver.tokens == {handle: [7, 8] for handle in (1, 2, 3)}
     assert {data.handle for data in driver.data} == {1}
+
+
+@pytest.mark.parametrize("num_steps", range(5))  # of prefill: 8, 8, 8 (all logprobs are there), and the last token
+def test_prompt_logprobs_reach_the_heir_of_a_first_sequence_that_is_aborted_mid_prompt(
+    num_steps: int, tiny_model: TinyModels, make_driver: MakeDriver
+) -> None:
+    tiny, prompt = tiny_model("llama"), PROMPTS[3][:25]
+    driver = make_driver(tiny.config(max_num_batched_tokens=8, block_size=4))
+    driver.add(1, prompt, num_prompt_logprobs=2, max_tokens=3, forks=(Fork(2, 0), Fork(3, 0)))
+    for _ in range(num_steps):
+        driver.step()
+    driver.core.abort([1])
+    driver.run()
+    teller = 1 if num_steps == 4 else 2  # aborted too late for that
+    assert {data.handle for data in driver.data} == {teller}
+    check_prompt_logprobs(tiny, prompt, 2, arrays(driver, teller))
+    assert driver.tokens[2] == driver.tokens[3] == tiny.generate(prompt, 3)
+    assert driver.is_idle_and_empty()
+
+
+def test_forks_that_run_their_prompt_again_tell_nothing_of_it(
+    make_driver: MakeDriver, make_hashing_runner: Any, hashed_tokens: Any
+) -> None:
+    runner, prompt = make_hashing_runner(num_blocks=10, block_size=4), list(range(9))
+    driver = make_driver(EngineConfig(model="none", max_num_seqs=3), runner)
+    forks = tuple(Fork(handle, 0) for handle in (2, 3, 4, 5))  # some without a seat, some without blocks later
+    driver.add(1, prompt, num_prompt_logprobs=1, max_tokens=14, forks=forks)
+    driver.run()
+    assert driver.core.idle_step().num_preemptions > 0
+    assert driver.tokens == {handle: hashed_tokens(prompt, 14) for handle in range(1, 6)}
+    assert len(driver.data) == len(arrays(driver, 1)) == 3
+    assert driver.core.cache_counters.num_hit_tokens > 0  # nothing more is wanted of their prompt
 
 
 def expected_embedding(tiny: Any, prompt: list[int], pooling: Pooling, is_normalized: bool) -> torch.Tensor:

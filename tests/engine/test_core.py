@@ -1,14 +1,16 @@
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from engine import penalties
 from engine.config import EngineConfig
 from engine.interface import RequestFailedError
-from shm_transport.messages import Fork
-from shm_transport.records import FinishReason
+from engine.penalties import PenaltyCounts
+from shm_transport.messages import AddRequest, Fork
+from shm_transport.records import FinishReason, Pooling
 
 TinyModels = Callable[[str], Any]
 MakeDriver = Callable[..., Any]
@@ -63,6 +65,28 @@ def test_greedy_equals_generate_in_chunks_from_the_prefix_cache_and_after_preemp
     assert driver.core.cache_counters.num_hit_tokens >= 3 * 20
     ends = prompts(8, (1, 15, 19, 6))
     assert driver.tokens == {n: tiny.generate([*beginning, *end], 30) for n, end in enumerate(ends)}
+    assert driver.is_idle_and_empty()
+
+
+@pytest.mark.parametrize("settings", [{"runner": "fused"}, {"runner": "hf"}, {"deterministic": True}])
+@pytest.mark.parametrize("left", [float("nan"), float("inf")])
+def test_what_a_failed_request_has_left_in_its_blocks_reaches_nobody(
+    left: float, settings: dict[str, Any], tiny_model: TinyModels, make_driver: MakeDriver
+) -> None:
+    tiny = tiny_model("llama")
+    driver = make_driver(tiny.config(block_size=4, kv_cache_tokens=120, max_num_batched_tokens=16, **settings))
+    cache = driver.core._runner._cache
+    for tensor in (*cache._keys.values(), *cache._values.values()):
+        tensor[:, 1:] = left  # all but the padding block, which is nobody's
+    wanted = {}
+    for handle, prompt in enumerate(prompts(5, (5, 23, 1, 20, 8))):
+        wanted[handle] = tiny.generate(prompt, 14)
+        driver.add(handle, prompt, max_tokens=14, forks=(Fork(handle + 10, 0),) if handle in (0, 4) else ())
+        driver.step()
+    driver.run()
+    assert driver.failures == {}
+    assert driver.tokens == wanted | {10: wanted[0], 14: wanted[4]}
+    assert driver.core.idle_step().num_preemptions > 0
     assert driver.is_idle_and_empty()
 
 
@@ -296,6 +320,84 @@ def test_logits_that_are_not_finite_fail_one_request_alone(
     driver.run()
     assert len(driver.tokens[1]) == len(driver.tokens[3]) == 16
     assert driver.is_idle_and_empty()
+
+
+class Broken(PenaltyCounts):
+    """Counts that raise once the output has two tokens, in the middle of the batch's rules."""
+
+    def catch_up(self, output_token_ids: Sequence[int]) -> None:
+        super().catch_up(output_token_ids)
+        if len(output_token_ids) >= 2:
+            raise ArithmeticError("counts are gone")
+
+
+def break_counts_of(frequency_penalty: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(params: AddRequest) -> PenaltyCounts:
+        is_broken = params.frequency_penalty == frequency_penalty
+        return Broken(params.prompt_token_ids[:0]) if is_broken else penalties.new_counts(params)
+
+    monkeypatch.setattr("engine.logit_rules.new_counts", make)
+
+
+@pytest.mark.parametrize("mates_also_embed", [False, True])
+def test_a_row_whose_sampling_raises_fails_alone_and_its_mates_get_the_tokens_they_get_without_it(
+    mates_also_embed: bool,
+    make_driver: MakeDriver,
+    tiny_model: TinyModels,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mates: list[dict[str, Any]] = [
+        {"temperature": 0.0, "num_logprobs": 3},
+        {"temperature": 3.0, "seed": 5},
+        {"temperature": 3.0, "seed": 6, "top_p": 0.9, "frequency_penalty": 2.0, "logit_bias": ((7, 30.0), (9, 30.0))},
+        {"temperature": 3.0, "seed": 7, "presence_penalty": 1.5, "num_logprobs": 1, "forks": (Fork(13, 8),)},
+    ]
+    tiny = tiny_model("llama")
+    alone, together = make_driver(tiny.config()), make_driver(tiny.config())
+    for driver in (alone, together):
+        for handle, params in enumerate(mates):
+            driver.add(handle, [handle + 1] * 5, max_tokens=12, **params)
+    break_counts_of(0.25, monkeypatch)
+    together.add(20, [3], frequency_penalty=0.25, num_logprobs=2)
+    if mates_also_embed:
+        for _ in range(2):
+            together.step()
+        together.add(21, [4, 5], pooling=Pooling.MEAN, max_tokens=0)
+    alone.run()
+    steps = []
+    while together.core.has_work:
+        steps.append(together.step())
+    assert together.failures == {20: "sampling failed: counts are gone"}
+    assert len(together.tokens.pop(20)) == 2
+    assert together.tokens == alone.tokens
+    assert together.finishes == alone.finishes
+    assert len(together.data) == mates_also_embed
+    assert together.is_idle_and_empty()
+    retried = steps[0 if mates_also_embed else 2]
+    assert retried.handles.tolist() == [0, 1, 2, 3, 13]
+    assert retried.logprobs is not None
+    assert retried.logprobs.num_entries.tolist() == [4, 0, 0, 2, 2]
+    assert len(retried.logprobs.token_ids) == len(retried.logprobs.logprobs) == 8
+    assert (retried.logprobs.sampled_ranks > 0).tolist() == [True, False, False, True, True]
+
+
+def test_sampling_that_fails_for_the_whole_batch_alone_fails_nobody(
+    make_driver: MakeDriver, make_hashing_runner: Any, hashed_tokens: Any, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def sample_few(logits: Any, requests: Sequence[Any]) -> Any:
+        logits[:, 3] = 1e9  # spoils them
+        raise MemoryError(f"{len(requests)} rows are too many")
+
+    monkeypatch.setattr("engine.core.sample", sample_few)
+    driver = make_driver(runner=make_hashing_runner())
+    for handle in range(3):
+        driver.add(handle, [handle, 5], max_tokens=6)
+    driver.run()
+    assert driver.tokens == {handle: hashed_tokens([handle, 5], 6) for handle in range(3)}
+    assert driver.failures == {}
+    assert "3 rows are too many" in caplog.text
 
 
 def test_a_forward_that_raises_fails_its_batch_and_the_engine_lives(

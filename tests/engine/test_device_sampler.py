@@ -1,4 +1,5 @@
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,23 @@ def test_tokens_are_those_of_the_sampler_that_looks_at_the_host(vocab_size: int)
         found = sample_on_device(logits.clone(), requests)
         assert found.token_ids.tolist() == sample(logits.clone(), requests).token_ids.tolist()
         assert torch.equal(found.best, logits.amax(dim=1))
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("is_everywhere", [False, True])
+def test_a_row_that_is_not_finite_draws_a_token_of_the_vocabulary(
+    params: dict[str, float], value: float, is_everywhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("engine.device_sampler._sample_each")  # a GPU does not raise: it would fail for good
+    logits = torch.randn(2, 300)
+    logits[1, slice(None) if is_everywhere else 17] = value
+    prompt: Any = {"prompt_token_ids": np.zeros(1, np.int32), "max_tokens": 9, "temperature": 1.0}
+    requests = [Request(AddRequest(handle=n, **prompt, **params), queued_ns=0) for n in range(2)]
+    wanted = sample(logits[:1].clone(), requests[:1]).token_ids[0]
+    found = sample_on_device(logits, requests)
+    assert found.token_ids[0] == wanted
+    assert 0 <= found.token_ids[1] < 300  # the next step reads its embedding before anybody knows
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -1,5 +1,6 @@
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,26 @@ def test_gather_returns_what_was_written_by_layer_and_block(layer: int) -> None:
         assert torch.equal(found_keys[:, row, position], keys[token])
         assert torch.equal(found_values[:, row, position], values[token])
     assert not found_keys[:, 1, 1:].any()  # what nobody wrote is finite
+
+
+def test_begun_blocks_are_those_that_a_step_writes_from_their_start_and_not_to_their_end() -> None:
+    slots = np.array([4, 5, 6, 7, 8, 9, 17, 20, 30, 31], np.int64)  # block 1 whole, 2 and 5 begun, 4 and 7 gone on with
+    begun = kv_cache.begun_blocks(slots, 4, CPU)
+    assert begun is not None
+    assert begun.tolist() == [2, 5]
+    assert kv_cache.begun_blocks(np.array([17, 4, 5, 6, 7], np.int64), 4, CPU) is None
+
+
+def test_cleared_blocks_are_zero_in_their_layer_alone() -> None:
+    cache = KVCache(SHAPES, 6, 2, CPU)
+    for layer in SHAPES:
+        for tensor in cache.layer(layer):
+            tensor.fill_(float("nan"))
+    cache.clear(0, torch.tensor([3]))
+    for tensor in cache.layer(0):
+        assert not tensor[:, 3].any()
+        assert tensor[:, [0, 1, 2, 4, 5]].isnan().all()
+    assert all(tensor.isnan().all() for tensor in cache.layer(1))
 
 
 def test_copied_blocks_are_the_same_in_every_layer() -> None:

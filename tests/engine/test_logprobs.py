@@ -71,9 +71,8 @@ def _prompt_logprobs(
     add = AddRequest(handle=1, prompt_token_ids=prompt, max_tokens=9, num_prompt_logprobs=num_top)
     found = PromptLogprobs(add)
     for start, end in zip([0, *cuts], [*cuts, len(prompt) - 1], strict=True):
-        assert not found.is_complete
         found.extend(logits[start:end])
-    assert found.is_complete
+    assert found.num_rows == len(prompt) - 1
     return found
 
 
@@ -91,14 +90,6 @@ def test_prompt_logprobs_are_those_of_a_log_softmax_however_the_prompt_is_cut(cu
     assert found.ranks.tolist() == ((order == own[:, None]).nonzero()[:, 1] + 1).tolist()
     picked = expected.gather(1, torch.from_numpy(found.token_ids.astype(np.int64)))
     np.testing.assert_allclose(found.logprobs, picked.numpy(), rtol=1e-5, atol=1e-5)
-
-
-def test_a_prompt_of_one_token_has_no_logprobs() -> None:
-    found = PromptLogprobs(
-        AddRequest(handle=1, prompt_token_ids=np.ones(1, np.int32), max_tokens=9, num_prompt_logprobs=2)
-    )
-    assert found.is_complete
-    assert found.token_ids.shape == (0, 3)
 
 
 def test_prompt_logprobs_travel_as_three_arrays() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine import rng as engine_rng
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.overlap import OverlappingCore, Tokens
-from engine.sampler import sample
+from engine.sampler import sample, sample_each
 from engine.torch_device import TorchDevice
 from shm_transport.messages import Fork
 from shm_transport.records import FinishReason
@@ -92,12 +93,16 @@ class LazyDevice:
             self.waiting.clear()
             return
         best = logits.amax(dim=1).numpy() if step.rows else np.empty(0, np.float32)
-        chosen = sample(logits, step.rows)
+        try:
+            chosen = sample(logits.clone(), step.rows)
+        except ArithmeticError:
+            chosen = sample_each(logits, step.rows)
         token_ids = np.zeros(len(step.rows), np.int64)
         kept = [step.rows.index(row) for row in chosen.requests]
         token_ids[kept] = chosen.token_ids
         self.last_tokens[: len(token_ids)] = token_ids
-        step.result = Tokens(token_ids, best)
+        failures = {row: chosen.failures[each.handle] for row, each in enumerate(step.rows) if row not in kept}
+        step.result = Tokens(token_ids, best, failures)
 
 
 class Patient:
@@ -184,6 +189,43 @@ def test_random_requests_get_the_synchronous_cores_tokens(
             assert driver.finishes[handle] == plain.finishes[handle]
     assert device.most_waiting == 2
     assert driver.core.idle_step().num_preemptions > 0
+
+
+def fail_some_rows(runner: Any, modulus: int) -> Any:
+    """Make some logits NaN, the same ones in whichever step and batch they come."""
+    good_forward = runner.forward
+
+    def forward(batch: Batch) -> Any:
+        logits, rows = good_forward(batch), batch.last_rows
+        logits[(batch.token_ids[rows] * 7 + batch.positions[rows]) % modulus == 0] = float("nan")
+        return logits
+
+    runner.forward = forward
+    return runner
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_that_fail_at_random_fail_as_in_the_synchronous_core_and_nobody_else_notices(
+    seed: int, make_driver: MakeDriver, make_hashing_runner: Any, make_overlapping: Any
+) -> None:
+    rng = random.Random(seed)
+    beginnings = [[rng.randrange(32) for _ in range(20)] for _ in range(3)]
+    requests = {handle: draw_request(rng, handle, beginnings) for handle in range(0, 160, 4)}
+    config = EngineConfig(model="none", max_num_seqs=6, max_num_batched_tokens=12)
+    plain = make_driver(config, fail_some_rows(make_hashing_runner(), 61))
+    driver, device = make_overlapping(config, fail_some_rows(make_hashing_runner(num_blocks=20), 61))
+    device.rng = rng
+    for each in (plain, driver):
+        for handle, (prompt, params) in requests.items():
+            each.add(handle, prompt, **params)
+            each.step()
+        each.run()
+    assert driver.tokens == plain.tokens
+    assert driver.finishes == plain.finishes
+    assert driver.failures == plain.failures
+    assert driver.failures
+    assert driver.core.idle_step().num_preemptions > 0
+    assert driver.is_idle_and_empty()
 
 
 def test_a_step_is_launched_before_the_one_before_it_is_waited_for(make_overlapping: Any) -> None:
@@ -318,6 +360,43 @@ def test_a_row_without_a_token_fails_alone(make_overlapping: Any, fake_runner: A
     driver.run()
     assert driver.tokens == {1: [2, 3, 4, 5], 2: [11, 12, 13, 14, 15, 16, 17, 18]}
     assert "not finite" in driver.failures[1]
+    assert driver.is_idle_and_empty()
+
+
+@pytest.mark.parametrize("is_real", [False, True])
+def test_a_row_whose_sampling_raises_fails_alone_and_nobody_else_notices(
+    is_real: bool,
+    tiny_model: Callable[[str], Any],
+    make_driver: MakeDriver,
+    make_overlapping: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = tiny_model("llama").config()
+    plain = make_driver(config) if is_real else make_overlapping()[0]
+    driver = make_driver(config) if is_real else make_overlapping()[0]
+    if is_real:
+        core: EngineCore = driver.core
+        driver.core = Patient(OverlappingCore(core, TorchDevice(core._runner), core._runner.block_size))  # type: ignore[arg-type]
+    for each in (plain, driver):
+        each.add(1, [1, 2], max_tokens=9, temperature=1.5, seed=1)
+        each.add(2, [3], max_tokens=9, temperature=1.5, seed=2, top_p=0.9)
+        each.add(3, [4], max_tokens=9)
+    plain.run()
+
+    def uniforms(seeds: Any, indexes: Any) -> Any:
+        if ((seeds == 66) & (indexes == 3)).any():
+            raise ArithmeticError("no luck")
+        return engine_rng.uniforms(seeds, indexes)
+
+    monkeypatch.setattr("engine.sampler.uniforms", uniforms)
+    monkeypatch.setattr("engine.device_sampler.uniforms", uniforms)
+    driver.add(4, [5], max_tokens=9, temperature=1.5, seed=66, forks=(Fork(5, 67),))
+    driver.run()
+    assert driver.failures == {4: "sampling failed: no luck"}
+    assert len(driver.tokens.pop(4)) == 3
+    assert len(driver.tokens.pop(5)) == 9
+    assert driver.tokens == plain.tokens
     assert driver.is_idle_and_empty()
 
 

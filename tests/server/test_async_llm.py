@@ -22,14 +22,14 @@ from server.collector import RequestOutputCollector
 from server.config import ServeConfig
 from server.engine_process import EngineProcess
 from server.errors import EngineDeadError, EngineGenerateError, OverloadedError, RequestError, ServerError
-from server.input_processor import GenerateRequest, InputProcessor, ProcessedRequest
+from server.input_processor import EncodeRequest, GenerateRequest, InputProcessor, ProcessedRequest
 from server.model_info import ModelInfo
 from server.output_processor import CHUNK_ROWS, OutputProcessor
 from server.outputs import CompletionOutput, OutputKind, RequestOutput
 from server.sampling_params import SamplingParams
 from shm_transport.config import RingConfig
 from shm_transport.messages import Data
-from shm_transport.records import DataContent, RecordKind
+from shm_transport.records import DataContent, Pooling, RecordKind
 from shm_transport.ring import RecordHeader
 from shm_transport.step_ring import Message, StepRecord
 
@@ -42,7 +42,9 @@ SLOW = {"step_time_ms": 2.0}
 @pytest.fixture(scope="module")
 def model() -> ModelInfo:
     tokenizer = model_path.resolve(None) / "tokenizer.json"
-    return ModelInfo.load(tokenizer, chat_template=None).with_limits(max_model_len=8192, vocab_size=0)
+    return ModelInfo.load(tokenizer, chat_template=None).with_limits(
+        max_model_len=8192, vocab_size=0, embedding_size=64
+    )
 
 
 class Starter:
@@ -579,10 +581,62 @@ async def test_a_reader_that_is_late_counts_stalls_and_coalesced_records(start: 
     assert counters.stall_s > 0
 
 
-async def test_pooling_is_refused(start: Starter) -> None:
+async def embedding_of(llm: AsyncLLM, **options: Any) -> np.ndarray[Any, Any]:
+    (output,) = [output async for output in llm.encode(EncodeRequest(request_id="e", **options))]
+    assert output.request_id == "e"
+    return output.embedding
+
+
+async def test_encode_yields_one_embedding_and_leaves_nothing(start: Starter) -> None:
+    llm = start(embedding_size=48)
+    last, mean = [await embedding_of(llm, prompt=[3, 9], pooling=pooling) for pooling in (Pooling.LAST, Pooling.MEAN)]
+    assert last.shape == mean.shape == (48,)
+    assert last.dtype == np.float32
+    assert np.linalg.norm(last) == pytest.approx(1, abs=1e-6)
+    assert not np.array_equal(last, mean)
+    np.testing.assert_array_equal(last, await embedding_of(llm, prompt=[9]))  # LAST is this model's default
+    raw = await embedding_of(llm, prompt=[9], is_normalized=False)
+    np.testing.assert_allclose(raw / np.linalg.norm(raw), last, atol=1e-6)
+    await until(lambda: is_idle(llm))
+
+
+async def test_embeddings_and_texts_share_the_engine(start: Starter) -> None:
+    llm = start(**SLOW)
+    text, embeddings = await asyncio.gather(
+        text_of(llm, request()), asyncio.gather(*[embedding_of(llm, prompt=[i + 1]) for i in range(20)])
+    )
+    assert text.startswith("Alice")
+    assert len(np.unique(embeddings, axis=0)) == 20
+    await until(lambda: is_idle(llm))
+
+
+async def test_an_aborted_or_abandoned_encode_leaves_the_engine(start: Starter) -> None:
+    llm = start(prefill_time_ms=60_000)
+    aborted, abandoned = [asyncio.ensure_future(embedding_of(llm, prompt=[1])) for _ in range(2)]
+    await until(lambda: llm.load.num_running == 2)
+    abandoned.cancel()
+    await until(lambda: llm.num_live == 1)
+    await llm.abort("e")
+    with pytest.raises(EngineGenerateError, match="aborted"):
+        await aborted
+    await until(lambda: is_idle(llm))
+
+
+async def test_an_invalid_encode_is_refused(start: Starter) -> None:
     llm = start()
-    with pytest.raises(NotImplementedError, match="pooling"):
-        llm.encode(request())
+    for prompt in ("", [], [-1], [10**7], [1] * 8193):
+        with pytest.raises(RequestError, match="prompt"):
+            await embedding_of(llm, prompt=prompt)
+    assert (await embedding_of(llm, prompt=[1] * 8192)).shape == (64,)
+
+
+def test_from_config_starts_an_engine_that_ends_with_it() -> None:
+    llm = AsyncLLM.from_config(ServeConfig(engine="synthetic", max_model_len=500, pooling="mean"))
+    pid = llm._pipe.engine.process.pid
+    assert (llm.model.max_model_len, llm.model.pooling, llm.model.embedding_size) == (500, Pooling.MEAN, 64)
+    assert asyncio.run(text_of(llm, request())).startswith("Alice")
+    llm.close()
+    assert not Path(f"/proc/{pid}").exists()
 
 
 class Turns:

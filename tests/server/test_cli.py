@@ -37,7 +37,7 @@ def other_value(field: "dataclasses.Field[Any]") -> tuple[list[str], Any]:
     if "choices" in field.metadata:
         return [field.metadata["choices"][-1]], field.metadata["choices"][-1]
     if typing.get_origin(field.type) is tuple:
-        return ["a", "b"], ("a", "b")
+        return ["a=1", "b=2"], ("a=1", "b=2")
     kind = cli._plain_type(field.type)
     return ["77"], kind("77")
 

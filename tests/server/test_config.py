@@ -16,11 +16,17 @@ TOKENIZER = Path("/models/a/tokenizer.json")
     [("port", -1), ("port", 65536), ("drain_timeout", -0.1), ("drain_timeout", float("inf")),
      ("drain_timeout", float("nan")), ("step_time_ms", -1.0), ("prefill_time_ms", float("nan")),
      ("max_num_queued_reqs", 0), ("max_body_mb", 0), ("tokens_per_step", 0), ("step_timeout", 0.5),
-     ("max_model_len", 0), ("max_num_seqs", -3), ("fail_after", -2)],
+     ("embedding_size", 0), ("max_model_len", 0), ("max_num_seqs", -3), ("fail_after", -2)],
 )  # fmt: skip
 def test_a_value_out_of_its_range_is_refused_with_its_flag(name: str, value: float) -> None:
     with pytest.raises(StartupError, match=rf"^--{name.replace('_', '-')} is {value}: at (least|most) "):
         ServeConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["pooling", "wait_strategy", "engine", "dtype", "device"])
+def test_a_value_that_is_no_choice_is_refused_with_its_flag(name: str) -> None:
+    with pytest.raises(StartupError, match=rf"^--{name.replace('_', '-')} is 'no': one of "):
+        ServeConfig(**{name: "no"})
 
 
 @pytest.mark.parametrize(
@@ -30,6 +36,29 @@ def test_a_value_out_of_its_range_is_refused_with_its_flag(name: str, value: flo
 )  # fmt: skip
 def test_a_value_at_its_limit_is_taken(name: str, value: Any) -> None:
     assert getattr(ServeConfig(**{name: value}), name) == value
+
+
+def test_adapters_are_served_under_their_names_and_loaded_from_their_directories() -> None:
+    config = ServeConfig(adapters=("sql=/adapters/sql", "odd=/a=b"))
+    assert config.adapter_names == ("sql", "odd")
+    told = config.engine_config(TOKENIZER)["model"]["adapters"]
+    assert told == {"sql": "/adapters/sql", "odd": "/a=b"}
+    assert "adapters" not in ServeConfig().engine_config(TOKENIZER)["model"]
+
+
+@pytest.mark.parametrize(
+    ("adapters", "message"),
+    [(("sql",), "must be NAME=DIR"), (("sql=",), "must be NAME=DIR"), (("=dir",), "must be NAME=DIR"),
+     (("a=1", "a=2"), "another model's already"), (("base=1",), "another model's already")],
+)  # fmt: skip
+def test_an_adapter_without_a_name_of_its_own_is_refused(adapters: tuple[str, ...], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        ServeConfig(adapters=adapters, served_model_name=("base",))
+
+
+def test_the_synthetic_engine_has_no_adapters() -> None:
+    with pytest.raises(StartupError, match="--adapters is for --engine model"):
+        ServeConfig(adapters=("a=1",), engine="synthetic")
 
 
 def test_the_defaults_are_safe() -> None:
@@ -74,6 +103,7 @@ def test_a_synthetic_engine_is_told_its_pace_in_seconds() -> None:
         "synthetic": {
             "tokenizer": str(TOKENIZER), "script": "s", "step_time_s": 0.02, "tokens_per_step": 3,
             "prefill_time_s": 0.005, "lockstep": "l", "fail_after": 7, "max_num_seqs": 9,
+            "embedding_size": 64,
         },
         "step_log": None,
     }  # fmt: skip

@@ -63,6 +63,9 @@ def test_a_value_that_asks_for_nothing_is_taken(name: str, value: Any) -> None:
     ("name", "value"),
     [("best_of", True), ("best_of", 2), ("audio", {}), ("prompt_embeds", "x"), ("tools", [{}]),
      ("length_penalty", 2.0), ("thinking_token_budget", 5), ("web_search_options", {}), ("vllm_xargs", {"a": 1}),
+     ("moderation", {}), ("verbosity", "high"), ("modalities", ["audio"]), ("functions", [{}]),
+     ("function_call", {"name": "f"}), ("logprob_token_ids", [1]), ("repetition_detection", {}),
+     ("kv_transfer_params", {"a": 1}),
      ("tool_choice", "required"), ("response_format", {"type": "json_object"}), ("suffix", "x"),
      ("guided_json", {}), ("use_beam_search", True), ("structured_outputs", "")],
 )  # fmt: skip

@@ -6,6 +6,7 @@ import pytest
 from server.errors import StartupError
 from server.model_info import ModelInfo
 from server.model_path import resolve
+from shm_transport.records import Pooling
 
 
 @pytest.fixture
@@ -67,3 +68,15 @@ def test_a_bare_tokenizer_is_enough(model: Path) -> None:
     info = ModelInfo.load(model, chat_template=None).with_limits(max_model_len=10, vocab_size=5)
     assert (info.eos_token_id, info.extra_eos_token_ids, info.chat_template) == (-1, (), None)
     assert (info.max_model_len, info.vocab_size) == (10, 49152)
+
+
+@pytest.mark.parametrize(
+    ("mode", "pooling"), [("mean_tokens", Pooling.MEAN), ("lasttoken", Pooling.LAST), (None, Pooling.LAST)]
+)
+def test_pooling_is_what_the_model_was_trained_for_else_the_last_token(
+    model: Path, mode: str | None, pooling: Pooling
+) -> None:
+    if mode is not None:
+        (model.parent / "1_Pooling").mkdir()
+        (model.parent / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))
+    assert ModelInfo.load(model, chat_template=None).pooling is pooling

@@ -1,0 +1,137 @@
+"""POST /tokenize and /detokenize, with vLLM's bodies: both on a thread where there is much to do."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from server.chat_messages import ChatMessage
+from server.chat_request import ChatCompletionRequest
+from server.endpoint import Endpoint
+from server.errors import RequestError
+from server.json_response import JsonResponse
+from server.model_info import ModelInfo
+from server.request_body import read_body
+from server.serving import Serving
+
+MAX_CHARACTERS = 2**21  # beyond any context; the library frees a longer text's tokens with the GIL held, for 0.1 s
+_INLINE_ITEMS = 4096  # characters or token ids; more are processed on a thread: so many take about a millisecond
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /tokenize: a prompt, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None  # true for a prompt, false for a chat
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    def chat(self) -> ChatCompletionRequest:
+        """Return the chat completion request whose prompt is asked about."""
+        chat = ChatCompletionRequest(
+            messages=self.messages or [],
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+            documents=self.documents,
+            tools=self.tools,
+        )
+        chat.check()
+        return chat
+
+
+class TokenizeResponse(msgspec.Struct):
+    """What /tokenize answers."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class DetokenizeResponse(msgspec.Struct):
+    """What /detokenize answers."""
+
+    prompt: str
+
+
+async def tokenize(request: Request) -> ASGIApp:
+    """POST /tokenize."""
+    serving: Serving = request.app.state.serving
+    body = await read_body(request, TokenizeRequest, serving.max_body_bytes)
+    serving.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("prompt and messages are both set, or neither: send one of them", param="prompt")
+    text, add_special_tokens = body.prompt, body.add_special_tokens is not False
+    if text is None:
+        text, add_special_tokens = await _render(serving, body.chat()), bool(body.add_special_tokens)
+    if len(text) > MAX_CHARACTERS:
+        raise RequestError(f"the text has {len(text)} characters: at most {MAX_CHARACTERS}", param="prompt")
+    work = (_tokenize, serving.llm.model, text, add_special_tokens, bool(body.return_token_strs))
+    return JsonResponse(await _run(len(text), *work))
+
+
+async def detokenize(request: Request) -> ASGIApp:
+    """POST /detokenize."""
+    serving: Serving = request.app.state.serving
+    body = await read_body(request, DetokenizeRequest, serving.max_body_bytes)
+    serving.check_model(body.model)
+    return JsonResponse(await _run(len(body.tokens), _detokenize, serving.llm.model, body.tokens))
+
+
+async def _render(serving: Serving, chat: ChatCompletionRequest) -> str:
+    return await serving.llm.input_processor.render_chat(chat.chat_prompt())
+
+
+async def _run(num_items: int, function: Any, *arguments: Any) -> Any:
+    return function(*arguments) if num_items <= _INLINE_ITEMS else await asyncio.to_thread(function, *arguments)
+
+
+def _tokenize(model: ModelInfo, text: str, add_special_tokens: bool, with_strings: bool) -> TokenizeResponse:
+    token_ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    strings = model.tokenizer.token_strings(token_ids) if with_strings else None
+    return TokenizeResponse(len(token_ids), model.max_model_len, token_ids, strings)
+
+
+def _detokenize(model: ModelInfo, token_ids: list[int]) -> DetokenizeResponse:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < model.vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < model.vocab_size)
+        raise RequestError(
+            f"tokens holds {wrong}: token ids are integers from 0 to {model.vocab_size - 1}", param="tokens"
+        )
+    return DetokenizeResponse(model.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+
+ENDPOINTS = (
+    Endpoint(
+        path="/tokenize",
+        handler=tokenize,
+        summary="Return a text's or a chat's token ids",
+        body=TokenizeRequest,
+        answer=TokenizeResponse,
+    ),
+    Endpoint(
+        path="/detokenize",
+        handler=detokenize,
+        summary="Return token ids' text",
+        body=DetokenizeRequest,
+        answer=DetokenizeResponse,
+    ),
+)
