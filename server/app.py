@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # New objects, and younger collections, before the next one of each age. Tokens make no cyclic garbage, and a collection
 # of everything holds the loop for 14 to 26 ms among 256 streams.
-_GC_THRESHOLDS = (20_000, 20, 50)
+_GC_THRESHOLDS = (5_000, 4, 50)
 
 
 class LoadResponse(msgspec.Struct):

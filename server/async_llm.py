@@ -396,7 +396,8 @@ async def _process(pipe: _Pipe, is_behind: bool) -> None:
         await outputs.process(record, is_behind)
         text_ns = time.monotonic_ns()
         pipe.metrics.end(record, outputs.num_late_rows - num_late_rows, outputs.num_late_tokens - num_late_tokens)
-        pipe.engine.waiter.note(record.header.published_ns)
+        if record.handles:  # else it has figures alone, and keeps no rhythm
+            pipe.engine.waiter.note(record.header.published_ns)
         await pipe.outputs.yield_to_loop()
         pipe.hop_clock.note(record.header, read_ns, text_ns)
     elif isinstance(record, Message):

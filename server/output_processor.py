@@ -28,7 +28,7 @@ from shm_transport.step_ring import FirstRows, Logprobs, StepRecord
 
 logger = logging.getLogger(__name__)
 
-CHUNK_ROWS = 128  # rows between two yields to the event loop, counted across records
+CHUNK_ROWS = 64  # rows between two yields to the event loop, counted across records
 _SLOT_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
 _NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
