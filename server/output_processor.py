@@ -20,11 +20,7 @@ from server.sink import DeltaWriter
 from server.stop_strings import StopStringChecker
 from server.tokenizer import Tokenizer
 from shm_transport.messages import Data
-<<<<<<< HEAD
-from shm_transport.records import GRAMMAR_END, FinishReason
-=======
-from shm_transport.records import DataContent, FinishReason
->>>>>>> main
+from shm_transport.records import GRAMMAR_END, DataContent, FinishReason
 from shm_transport.step_ring import FirstRows, Logprobs, StepRecord
 
 logger = logging.getLogger(__name__)
