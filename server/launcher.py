@@ -23,6 +23,7 @@ from server.chat_settings import ChatSettings
 from server.config import ServeConfig
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
+from server.response_store import ResponseStore
 from server.serving import Serving
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ def _serving(config: ServeConfig, llm: AsyncLLM) -> Serving:
         adapters=config.adapter_names,
         version=importlib.metadata.version("ringserve"),
         max_body_bytes=config.max_body_mb * 2**20,
+        responses=ResponseStore(config.max_stored_responses),
         chat=ChatSettings.of(llm.model.chat_template, config.tool_call_parser, config.reasoning_parser),
     )
 

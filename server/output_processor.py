@@ -285,6 +285,8 @@ class OutputProcessor:
             is_behind: More records wait: deltas stay in their slots until `flush`, and leave as one event.
         """
         states, start = self._resolve(record.handles), 0
+        if record.first is not None:
+            _note_first(states, record.first)
         while start < len(states):
             end = min(start + CHUNK_ROWS - self._rows_since_yield, len(states))
             self._process_rows(states, record, range(start, end), is_behind)
@@ -329,8 +331,6 @@ class OutputProcessor:
 
     def _process_row(self, state: RequestState, record: StepRecord, row: int, is_behind: bool) -> None:
         token_ids, finish, stop_token_id = _row(record, row)
-        if record.first is not None:
-            _note_first(state, record.first, row)
         if finish == FinishReason.ERROR:
             raise EngineGenerateError("the engine failed this request")
         logprobs = None if record.logprobs is None else _row_logprobs(record.logprobs, record, row)
@@ -409,6 +409,8 @@ def _row_logprobs(columns: Logprobs, record: StepRecord, row: int) -> TokenLogpr
     return TokenLogprobs(width, columns.token_ids[start:end], entries, columns.sampled_ranks[first : first + count])
 
 
-def _note_first(state: RequestState, first: FirstRows, row: int) -> None:
-    if first.queued_ns[row]:
-        state.collector.num_cached_tokens = first.num_cached_tokens[row]
+def _note_first(states: list[RequestState | None], first: FirstRows) -> None:
+    """Keep what first rows tell of their prompts, whichever way their tokens take."""
+    for state, queued_ns, num_cached in zip(states, first.queued_ns, first.num_cached_tokens, strict=True):
+        if queued_ns and state is not None:
+            state.collector.num_cached_tokens = num_cached
