@@ -10,7 +10,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.e2e.conftest import RunningServer
+from tests.e2e.conftest import SharedServers
 from tests.e2e.test_tools import calls_of, create, streamed
 
 
@@ -28,15 +28,14 @@ class Person(pydantic.BaseModel):
 MODELS: dict[str, type[pydantic.BaseModel]] = {"get_weather": Weather, "add_person": Person}
 TOOLS: list[Any] = [openai.pydantic_function_tool(model, name=name) for name, model in MODELS.items()]
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
-SEEDS = range(10)
+SEEDS = range(3)
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
-    running = RunningServer("--max-model-len", "2048")
-    yield openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-    assert running.stop() == 0
-    assert running.leftovers() == []
+@pytest.fixture
+def client(shared_server: SharedServers) -> Iterator[openai.OpenAI]:
+    server = shared_server("--max-model-len", "2048")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def check(choice: Any, finish: str) -> list[str]:

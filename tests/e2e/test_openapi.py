@@ -18,8 +18,8 @@ REQUESTS = [
 
 
 @pytest.fixture(scope="module")
-def document(synthetic):
-    document = synthetic.client.get("/openapi.json").json()
+def document(shared_server):
+    document = shared_server("--engine", "synthetic", "--max-model-len", "2048").client.get("/openapi.json").json()
     openapi_spec_validator.validate(document)
     return document
 
