@@ -26,6 +26,7 @@ from server.request_body import read_body
 from server.request_id import HEADER, request_id
 from server.sampling_params import SamplingParams
 from server.serving import Serving, StreamResponse, collect
+from server.tool_grammar import answer_grammar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,9 +65,9 @@ async def chat_completions(request: Request) -> ASGIApp:
     parsing = serving.chat.parsing(use, text, include_reasoning=body.include_reasoning is not False)
     if parsing is None:
         return await _answer(request, body, _CHAT, params, prompts)
-    grammar = ""
-    if use is not None and use.is_forced:
-        grammar = await asyncio.to_thread(use.grammar, parsing.reasoning)
+    form = await serving.llm.input_processor.grammars.find(body)
+    special_token_id = serving.llm.model.tokenizer.special_token_id
+    grammar = await asyncio.to_thread(answer_grammar, use, parsing, form, special_token_id)
     params = replace(params, shown_special_tokens=parsing.markers, grammar=grammar)
     return await _answer(request, body, _parsed_chat(parsing), params, prompts)
 

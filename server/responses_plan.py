@@ -16,6 +16,7 @@ from server.response_store import ResponseStore, encode_items
 from server.responses_protocol import LOGPROBS, ResponseRequest
 from server.sampling_params import SamplingParams
 from server.serving import Serving
+from server.tool_grammar import answer_grammar
 from server.tools import ToolUse
 
 # What the input processor's errors call a field, and what this endpoint does.
@@ -69,12 +70,6 @@ async def make_plan(serving: Serving, body: ResponseRequest) -> Plan:
         params, use = body.params(serving.llm.model.sampling_defaults), body.tool_use()
     items = await _conversation(serving.responses, body)
     grammar = await _grammar(serving, body)
-    if grammar and use is not None and use.mode == "auto":
-        raise RequestError(
-            "text.format is set beside tools: an answer that must follow it calls no tool; leave one out, or set "
-            "tool_choice to none or required",
-            param="text.format",
-        )
     is_stored = serving.responses.is_enabled and body.store is not False
     stored_items = await _on_thread(len(items), encode_items, items) if is_stored else None
     return Plan(
@@ -132,10 +127,13 @@ async def _on_thread(num_items: int, work: Callable[P, T], *args: P.args, **kwar
 
 
 async def _grammar(serving: Serving, body: ResponseRequest) -> str:
-    """Return the grammar of `text.format`, or of vLLM's own fields; "" for plain text."""
-    if body.has_format:
-        return await asyncio.to_thread(body.format_grammar)
-    return await serving.llm.input_processor.grammars.find(body)
+    """Return the grammar of `text.format`, or of vLLM's own fields, checked; "" for plain text."""
+    grammars = serving.llm.input_processor.grammars
+    if not body.has_format:
+        return await grammars.find(body)
+    grammar = await asyncio.to_thread(body.format_grammar)
+    await grammars.check(grammar)
+    return grammar
 
 
 async def _prepare_from(plan: Plan, start: int) -> Prepared:
@@ -162,9 +160,8 @@ async def _params(plan: Plan, parsing: ChatParsing | None) -> SamplingParams:
     """Return the sampling parameters with the grammar and the parser's markers."""
     if parsing is None:
         return replace(plan.params, grammar=plan.grammar)
-    grammar = plan.grammar
-    if plan.use is not None and plan.use.is_forced:
-        grammar = await asyncio.to_thread(plan.use.grammar, parsing.reasoning)
+    special_token_id = plan.serving.llm.model.tokenizer.special_token_id
+    grammar = await asyncio.to_thread(answer_grammar, plan.use, parsing, plan.grammar, special_token_id)
     return replace(plan.params, grammar=grammar, shown_special_tokens=parsing.markers)
 
 

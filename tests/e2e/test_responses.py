@@ -178,7 +178,7 @@ def test_input_tokens_are_those_of_the_response(synthetic, sdk) -> None:
         ({"tools": [{**CALLER, "name": "no good"}]}, 400, "tools[0].name"),
         ({"tool_choice": "required"}, 400, "tool_choice"),
         ({"tools": [CALLER], "tool_choice": {"type": "function", "name": "g"}}, 400, "tool_choice"),
-        ({"tools": [CALLER], "text": {"format": {"type": "json_object"}}}, 400, "text.format"),
+        ({"tools": [CALLER], "structured_outputs": {"grammar": 'start: "a"'}}, 400, "structured_outputs"),
         ({"tools": [CALLER], "include": ["message.output_text.logprobs"]}, 400, "include"),
         ({"request_id": "not good"}, 400, "request_id"),
         ({"conversation": "conv_1"}, 400, "conversation"),
