@@ -148,8 +148,8 @@ def test_a_grammar_beside_tools_is_refused_by_name(client: openai.OpenAI) -> Non
     with pytest.raises(openai.BadRequestError, match="beside tools") as caught:
         ask(client, extra_body=grammar)
     assert caught.value.param == "guided_grammar"
+    tools: Any = [{"type": "function", **TOOLS[0]["function"]}]
     with pytest.raises(openai.BadRequestError, match="beside tools") as caught:
-        tools: Any = [{"type": "function", **TOOLS[0]["function"]}]
         client.responses.create(model="SmolLM2-135M-Instruct", input="Hi", tools=tools, extra_body=grammar)
     assert caught.value.param == "guided_grammar"
     assert ask(client, extra_body=grammar, tool_choice="none", max_tokens=4).choices[0].message.content[0] == "<"
