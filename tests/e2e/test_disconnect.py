@@ -146,7 +146,7 @@ def test_a_client_that_leaves_a_pipeline_behind_is_aborted_whole(start_server, w
     started = time.monotonic()
     assert server.stop() == 0
     assert time.monotonic() - started < 10  # no task waits for a disconnect that never comes
-    assert server.stderr == ""
+    assert all(line.startswith("INFO ") for line in server.stderr.splitlines())
 
 
 def test_half_a_body_and_then_silence_is_no_error_of_the_server(start_server, wait) -> None:
@@ -158,7 +158,7 @@ def test_half_a_body_and_then_silence_is_no_error_of_the_server(start_server, wa
         client.close()
     assert server.complete(prompt="a", max_tokens=1)["usage"]["completion_tokens"] == 1
     assert server.stop() == 0
-    assert server.stderr == ""
+    assert all(line.startswith("INFO ") for line in server.stderr.splitlines())
 
 
 def test_a_client_that_asks_without_end_and_never_reads_is_dropped(shared_server) -> None:
