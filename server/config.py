@@ -10,7 +10,9 @@ from shm_transport.strategies import STRATEGIES
 
 
 def _option(default: Any, help_text: str, metavar: str | None = None, **extra: Any) -> Any:
-    return field(default=default, metadata={"help": help_text, "metavar": metavar, **extra})
+    return field(
+        default=default, repr=extra.get("is_shown", True), metadata={"help": help_text, "metavar": metavar, **extra}
+    )
 
 
 def _synthetic(default: Any, help_text: str, metavar: str) -> Any:
@@ -26,6 +28,12 @@ class ServeConfig:
     port: int = _option(8000, "port to bind; 0 for a free one", "PORT")
     served_model_name: tuple[str, ...] = _option((), "names for requests to use; responses report the first", "NAME")
     chat_template: str | None = _option(None, "a file with a Jinja chat template, or the template itself", "TEMPLATE")
+    api_key: tuple[str, ...] = _option(
+        (), "keys, one of which requests must carry; others see them in the process list: better in a file", "KEY",
+        is_shown=False,
+    )  # fmt: skip
+    api_key_file: str | None = _option(None, "a file with more of them, one a line", "FILE")
+    max_concurrency_per_key: int | None = _option(None, "requests of one key at once; more get a 429", "N")
     max_num_queued_reqs: int = _option(2048, "live sequences beyond which new requests get a 503", "N")
     max_body_mb: int = _option(16, "largest request body, MiB", "MIB")
     drain_timeout: float = _option(30.0, "time that running streams may take to end after SIGTERM", "SECONDS")
@@ -66,7 +74,7 @@ class ServeConfig:
         _at_least(self, 0, "port", "drain_timeout", "step_time_ms", "prefill_time_ms")
         _at_least(self, 1, "stream_interval", "max_num_queued_reqs", "max_body_mb", "tokens_per_step", "step_timeout")
         _at_least(self, 1, "max_model_len", "max_num_seqs", "num_threads", "kv_cache_tokens", "block_size")
-        _at_least(self, 1, "max_num_batched_tokens", "embedding_size")
+        _at_least(self, 1, "max_num_batched_tokens", "embedding_size", "max_concurrency_per_key")
         _at_least(self, -1, "fail_after")
         for each in fields(self):
             value = getattr(self, each.name)

@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from server.api_keys import guarded, read_keys
 from server.app import build_app
 from server.async_llm import AsyncLLM
 from server.config import ServeConfig
@@ -88,12 +89,13 @@ def serve(config: ServeConfig) -> int:
         StartupError: If the port, the model or a flag is wrong.
     """
     started_s = time.monotonic()
+    keys = read_keys(config)
     with contextlib.closing(_bind(config)) as listener, _terminating_signals():
         llm = AsyncLLM.from_config(config)
         try:
             serving = _serving(config, llm)
             banner = _banner(serving, listener, time.monotonic() - started_s)
-            server = Server(_uvicorn_config(config, serving), llm, config, banner)
+            server = Server(_uvicorn_config(config, serving, keys), llm, config, banner)
             server.run(sockets=[listener])  # from here on its own signal handlers: a signal means drain
         finally:
             llm.kill()
@@ -117,9 +119,9 @@ def _model_names(config: ServeConfig, directory_name: str) -> tuple[str, ...]:
     return names
 
 
-def _uvicorn_config(config: ServeConfig, serving: Serving) -> uvicorn.Config:
+def _uvicorn_config(config: ServeConfig, serving: Serving, keys: tuple[str, ...]) -> uvicorn.Config:
     return uvicorn.Config(
-        build_app(serving),
+        guarded(build_app(serving), keys, config.max_concurrency_per_key),
         http=RingserveProtocol,
         loop="uvloop",
         ws="none",
