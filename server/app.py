@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from server import embeddings, model_routes, openai_routes, tokenize_routes
+from server import embeddings, model_routes, openai_routes, responses_routes, tokenize_routes
 from server.endpoint import Endpoint
 from server.errors import MethodNotAllowedError, NotFoundError, RequestError, ServerError
 from server.json_response import JsonResponse, error_response
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 # New objects, and younger collections, before the next one of each age. Tokens make no cyclic garbage, and a collection
 # of everything holds the loop for 14 to 26 ms among 256 streams.
-_GC_THRESHOLDS = (20_000, 20, 50)
+_GC_THRESHOLDS = (5_000, 4, 50)
 
 
 class LoadResponse(msgspec.Struct):
@@ -96,6 +96,7 @@ async def openapi(request: Request) -> ASGIApp:
 
 ENDPOINTS = (
     *openai_routes.ENDPOINTS,
+    *responses_routes.ENDPOINTS,
     *embeddings.ENDPOINTS,
     *tokenize_routes.ENDPOINTS,
     *model_routes.ENDPOINTS,

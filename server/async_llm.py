@@ -375,7 +375,8 @@ async def _process(pipe: _Pipe, is_behind: bool) -> None:
         pipe.load.num_running, pipe.load.num_waiting = record.header.num_running, record.header.num_waiting
         await pipe.outputs.process(record, is_behind)
         text_ns = time.monotonic_ns()
-        pipe.engine.waiter.note(record.header.published_ns)
+        if record.handles:  # else it has figures alone, and keeps no rhythm
+            pipe.engine.waiter.note(record.header.published_ns)
         await pipe.outputs.yield_to_loop()
         pipe.hop_clock.note(record.header, read_ns, text_ns)
     elif isinstance(record, Message):

@@ -1,12 +1,16 @@
 """Configuration of `ringserve serve`: each setting written once; the command line is made from these fields."""
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from server.chat_settings import REASONING_PARSERS, TOOL_PARSERS
 from server.errors import StartupError
 from shm_transport.strategies import STRATEGIES
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")  # as browsers send it
 
 
 def _option(default: Any, help_text: str, metavar: str | None = None, **extra: Any) -> Any:
@@ -27,6 +31,12 @@ class ServeConfig:
     host: str = _option("127.0.0.1", "address to bind; 0.0.0.0 for every interface", "ADDRESS")
     port: int = _option(8000, "port to bind; 0 for a free one", "PORT")
     served_model_name: tuple[str, ...] = _option((), "names for requests to use; responses report the first", "NAME")
+    tool_call_parser: str = _option(
+        "auto", "format of the model's tool calls; auto: by its chat template", choices=TOOL_PARSERS
+    )
+    reasoning_parser: str = _option(
+        "none", "think: <think>...</think> becomes reasoning_content", choices=REASONING_PARSERS
+    )
     chat_template: str | None = _option(None, "a file with a Jinja chat template, or the template itself", "TEMPLATE")
     api_key: tuple[str, ...] = _option(
         (), "keys, one of which requests must carry; others see them in the process list: better in a file", "KEY",
@@ -34,7 +44,14 @@ class ServeConfig:
     )  # fmt: skip
     api_key_file: str | None = _option(None, "a file with more of them, one a line", "FILE")
     max_concurrency_per_key: int | None = _option(None, "requests of one key at once; more get a 429", "N")
+    allowed_origins: tuple[str, ...] = _option(
+        (), "origins whose pages may use the server, such as https://example.org; * for all; none if unset", "ORIGIN"
+    )
+    allowed_methods: tuple[str, ...] = _option((), "methods that those pages may use; all if unset", "METHOD")
+    allowed_headers: tuple[str, ...] = _option((), "headers that those pages may send; all if unset", "HEADER")
+    allow_credentials: bool = _option(False, "those pages may send cookies")
     max_num_queued_reqs: int = _option(2048, "live sequences beyond which new requests get a 503", "N")
+    max_stored_responses: int = _option(1024, "responses kept for previous_response_id; 0 keeps none", "N")
     max_body_mb: int = _option(16, "largest request body, MiB", "MIB")
     drain_timeout: float = _option(30.0, "time that running streams may take to end after SIGTERM", "SECONDS")
     step_timeout: float = _option(60.0, "time after which a step in progress counts as stuck", "SECONDS")
@@ -71,7 +88,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         """Raise StartupError for a value out of its range."""
-        _at_least(self, 0, "port", "drain_timeout", "step_time_ms", "prefill_time_ms")
+        _at_least(self, 0, "port", "max_stored_responses", "drain_timeout", "step_time_ms", "prefill_time_ms")
         _at_least(self, 1, "stream_interval", "max_num_queued_reqs", "max_body_mb", "tokens_per_step", "step_timeout")
         _at_least(self, 1, "max_model_len", "max_num_seqs", "num_threads", "kv_cache_tokens", "block_size")
         _at_least(self, 1, "max_num_batched_tokens", "embedding_size", "max_concurrency_per_key")
@@ -82,6 +99,9 @@ class ServeConfig:
                 raise StartupError(f"--{each.name.replace('_', '-')} is {value!r}: one of {', '.join(choices)}")
         if self.port > 65535:
             raise StartupError(f"--port is {self.port}: at most 65535")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise StartupError(f"--allowed-origins has {origin!r}: write * or scheme://host[:port], without a path")
         self._check_adapters()
 
     @property

@@ -20,9 +20,12 @@ import uvicorn
 from server.api_keys import guarded, read_keys
 from server.app import build_app
 from server.async_llm import AsyncLLM
+from server.chat_settings import ChatSettings
 from server.config import ServeConfig
+from server.cors import Cors, CorsPolicy
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
+from server.response_store import ResponseStore
 from server.serving import Serving
 
 logger = logging.getLogger(__name__)
@@ -109,6 +112,8 @@ def _serving(config: ServeConfig, llm: AsyncLLM) -> Serving:
         adapters=config.adapter_names,
         version=importlib.metadata.version("ringserve"),
         max_body_bytes=config.max_body_mb * 2**20,
+        responses=ResponseStore(config.max_stored_responses),
+        chat=ChatSettings.of(llm.model.chat_template, config.tool_call_parser, config.reasoning_parser),
     )
 
 
@@ -120,8 +125,11 @@ def _model_names(config: ServeConfig, directory_name: str) -> tuple[str, ...]:
 
 
 def _uvicorn_config(config: ServeConfig, serving: Serving, keys: tuple[str, ...]) -> uvicorn.Config:
+    app = guarded(build_app(serving), keys, config.max_concurrency_per_key)
+    if config.allowed_origins:
+        app = Cors(app, CorsPolicy.of(config))
     return uvicorn.Config(
-        guarded(build_app(serving), keys, config.max_concurrency_per_key),
+        app,
         http=RingserveProtocol,
         loop="uvloop",
         ws="none",

@@ -320,8 +320,8 @@ async def test_a_failure_in_one_output_ends_that_request_alone(
 ) -> None:
     detokenizer = model.tokenizer.detokenizer
 
-    def broken_for_666(prompt: list[int], *, skip_special_tokens: bool) -> Any:
-        return BrokenDetokenizer() if 666 in prompt else detokenizer(prompt, skip_special_tokens=skip_special_tokens)
+    def broken_for_666(prompt: list[int], **options: Any) -> Any:
+        return BrokenDetokenizer() if 666 in prompt else detokenizer(prompt, **options)
 
     monkeypatch.setattr(model.tokenizer, "detokenizer", broken_for_666)
     llm = start(**SLOW)
@@ -675,8 +675,8 @@ async def test_a_heartbeat_runs_at_least_every_128_rows_across_records(
         await processor.process(record(rows), is_behind=True)
     heart.cancel()
     assert sum(turns.num_rows.values()) == 600
-    assert max(turns.num_rows.values()) == CHUNK_ROWS == 128
-    assert len(turns.num_rows) == 5
+    assert max(turns.num_rows.values()) == CHUNK_ROWS <= 128
+    assert len(turns.num_rows) == -(-600 // CHUNK_ROWS)
 
 
 def record(handles: list[int]) -> StepRecord:
