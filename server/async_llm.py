@@ -15,7 +15,7 @@ from server.collector import RequestOutputCollector
 from server.config import ServeConfig
 from server.engine_client import EngineClient
 from server.engine_process import EngineProcess
-from server.errors import EngineDeadError, EngineGenerateError, OverloadedError, ServerError
+from server.errors import EngineDeadError, EngineGenerateError, OverloadedError, ServerError, ShuttingDownError
 from server.hop_clock import HopClock, HopTimes
 from server.input_processor import EncodeRequest, GenerateRequest, InputProcessor, ProcessedRequest
 from server.model_info import ModelInfo
@@ -131,6 +131,7 @@ class AsyncLLM(EngineClient):
         self._pipe = _Pipe(engine, model, stream_interval)
         self._max_num_queued_reqs = max_num_queued_reqs
         self._is_shut_down = False
+        self.is_draining = False  # takes nothing new
         self._finalizer = weakref.finalize(self, self._pipe.close)
 
     @classmethod
@@ -252,10 +253,13 @@ class AsyncLLM(EngineClient):
 
         Raises:
             EngineDeadError: If the engine is gone.
+            ShuttingDownError: If what runs is the last.
             OverloadedError: If the queue is full.
         """
         if self.is_stopped:
             raise self.dead_error
+        if self.is_draining:
+            raise ShuttingDownError("the server is shutting down: ask another one, or again later")
         num_live = self._pipe.outputs.num_live
         if num_live + num_sequences > self._max_num_queued_reqs:
             raise OverloadedError(
@@ -270,7 +274,7 @@ class AsyncLLM(EngineClient):
             Their collector. The caller must `release` it, however it ends.
 
         Raises:
-            EngineDeadError, OverloadedError: As check_admission.
+            EngineDeadError, ShuttingDownError, OverloadedError: As check_admission.
         """
         params = request.params
         self.check_admission(params.n)
@@ -312,6 +316,10 @@ class AsyncLLM(EngineClient):
             raise self.dead_error
         if (reason := self._pipe.engine.stuck_reason()) is not None:
             raise EngineDeadError(reason)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those that run go on."""
+        self.is_draining = True
 
     def kill(self) -> None:
         """End the engine now, whatever runs: for an exit that cannot wait."""

@@ -53,6 +53,11 @@ class ServeConfig:
     max_num_queued_reqs: int = _option(2048, "live sequences beyond which new requests get a 503", "N")
     max_stored_responses: int = _option(1024, "responses kept for previous_response_id; 0 keeps none", "N")
     max_body_mb: int = _option(16, "largest request body, MiB", "MIB")
+    sse_keep_alive_interval: float = _option(15.0, "idle time before a stream gets a comment; 0 for none", "SECONDS")
+    write_timeout: float = _option(60.0, "time after which a client that reads nothing is cut off; 0: never", "SECONDS")
+    receive_timeout: float = _option(
+        60.0, "time for a request's head to come, and for which its body may pause; 0: any", "SECONDS"
+    )
     drain_timeout: float = _option(30.0, "time that running streams may take to end after SIGTERM", "SECONDS")
     step_timeout: float = _option(60.0, "time after which a step in progress counts as stuck", "SECONDS")
     stream_interval: int = _option(1, "least tokens in an event, but for the first and the last", "N")
@@ -88,6 +93,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         """Raise StartupError for a value out of its range."""
+        _at_least(self, 0, "sse_keep_alive_interval", "write_timeout", "receive_timeout")
         _at_least(self, 0, "port", "max_stored_responses", "drain_timeout", "step_time_ms", "prefill_time_ms")
         _at_least(self, 1, "stream_interval", "max_num_queued_reqs", "max_body_mb", "tokens_per_step", "step_timeout")
         _at_least(self, 1, "max_model_len", "max_num_seqs", "num_threads", "kv_cache_tokens", "block_size")

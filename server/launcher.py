@@ -22,6 +22,7 @@ from server.app import build_app
 from server.async_llm import AsyncLLM
 from server.chat_settings import ChatSettings
 from server.config import ServeConfig
+from server.connection_sweep import ConnectionLimits, ConnectionSweep
 from server.cors import Cors, CorsPolicy
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 _TOLD_LIMIT_S = 2.5  # how long clients may take to read that the engine has died
 _HEALTH_503_S = 1.1  # /health answers 503 for so long after the last of them was told
 _LAST_WORDS_S = 0.1  # for error events to leave when a second signal ends everything
+_DRAIN_POLL_S = 0.05
 _GRACE_S = 1.0  # from the drain's deadline, when streams get their error event, to cutting connections
 
 
@@ -45,6 +47,12 @@ class Server(uvicorn.Server):
         self._llm = llm
         self._serve_config = serve_config
         self._banner = banner
+        limits = ConnectionLimits(
+            keep_alive_s=serve_config.sse_keep_alive_interval,
+            write_timeout_s=serve_config.write_timeout,
+            receive_timeout_s=serve_config.receive_timeout,
+        )
+        self._sweep = ConnectionSweep(self.server_state.connections, limits)
         self._death_task: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -52,6 +60,7 @@ class Server(uvicorn.Server):
         if not self._serve_config.keep_alive_on_engine_death:
             self._llm.call_on_death(self._on_engine_death)
         await super().startup(sockets)
+        self._sweep.start()
         print(self._banner, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  # a signal handler's
@@ -61,12 +70,22 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing new, let running streams end, then tell those that are left."""
+        """Refuse what is new, let what runs end, then tell those that are left.
+
+        The port stays open meanwhile: /ready says 503, /health what is true, and new requests learn when to retry.
+        """
         drain_s = self._serve_config.drain_timeout
-        error = ShuttingDownError(f"the server is shutting down and its drain time of {drain_s:g} s is over")
-        timer = asyncio.get_running_loop().call_later(drain_s, self._llm.fail_all, error)
+        deadline_s = time.monotonic() + drain_s
+        self._llm.drain()
+        while self._llm.num_live and time.monotonic() < deadline_s and not self.force_exit:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        if not self.force_exit:
+            error = ShuttingDownError(f"the server is shutting down and its drain time of {drain_s:g} s is over")
+            self._llm.fail_all(error)
+        left_s = max(deadline_s - time.monotonic(), 0.0)  # for answers that are made, and still on their way
+        self.config.timeout_graceful_shutdown = left_s + _GRACE_S  # type: ignore[assignment]  # takes fractions too
         await super().shutdown(sockets)
-        timer.cancel()
+        self._sweep.stop()
         if self.force_exit:
             self._llm.fail_all(ShuttingDownError("the server was told twice to end"))
             await asyncio.sleep(_LAST_WORDS_S)
@@ -137,7 +156,6 @@ def _uvicorn_config(config: ServeConfig, serving: Serving, keys: tuple[str, ...]
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=config.drain_timeout + _GRACE_S,  # type: ignore[arg-type]  # wait_for takes fractions
     )
 
 

@@ -92,8 +92,8 @@ def test_a_keys_places_are_free_again_when_its_clients_leave(start_server, wait)
 
     with httpx.Client(base_url=server.url) as leaving:
         streams = [leaving.stream("POST", "/v1/completions", json=body, headers=bearer(KEYS[0])) for _ in range(2)]
-        for stream in streams:
-            next(stream.__enter__().iter_raw())
+        reading = [stream.__enter__().iter_raw() for stream in streams]
+        assert all(map(next, reading))
         refused = server.client.post("/v1/completions", json=body, headers=bearer(KEYS[0]))
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"
