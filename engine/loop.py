@@ -62,6 +62,7 @@ def _apply(message: InMessage, engine: Engine, link: EngineLink) -> bool:
             link.send_failure(failure)
     elif isinstance(message, Abort):
         engine.abort(message.handles)
+        link.note_aborted(len(message.handles))
     else:
         method = json.loads(message.body).get("method")
         if method == "shutdown":

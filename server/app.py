@@ -21,6 +21,8 @@ from server import embeddings, model_routes, openai_routes, responses_routes, to
 from server.endpoint import Endpoint
 from server.errors import MethodNotAllowedError, NotFoundError, RequestError, ServerError, ShuttingDownError
 from server.json_response import JsonResponse, error_response
+from server.metrics_export import MetricsCollector, metrics
+from server.metrics_process import ProcessClock
 from server.openapi import make_document
 from server.request_id import echoed_header
 from server.serving import Serving
@@ -49,13 +51,17 @@ class VersionResponse(msgspec.Struct):
 def build_app(serving: Serving) -> Starlette:
     """Return the application. Its life span starts the reader task, and ends the engine."""
 
+    process_clock = ProcessClock()
+
     @contextlib.asynccontextmanager
     async def life_span(_: Starlette) -> AsyncIterator[None]:
         serving.llm.start()
         gc.collect()
         gc.freeze()  # what is there now stays: later collections need not look at it
         gc.set_threshold(*_GC_THRESHOLDS)
+        process_clock.start()
         yield
+        process_clock.stop()
         await serving.llm.shutdown()
 
     app = Starlette(
@@ -69,6 +75,7 @@ def build_app(serving: Serving) -> Starlette:
     )
     app.router.redirect_slashes = False
     app.state.serving = serving
+    app.state.metrics_collector = MetricsCollector(serving.llm, process_clock, serving.model_names[0])
     return app
 
 
@@ -114,6 +121,9 @@ ENDPOINTS = (
     Endpoint(path="/ping", handler=health, summary="Do as /health", methods=("GET", "POST")),
     Endpoint(path="/load", handler=load, summary="Count live requests", methods=("GET",), answer=LoadResponse),
     Endpoint(path="/version", handler=version, summary="Name the version", methods=("GET",), answer=VersionResponse),
+    Endpoint(
+        path="/metrics", handler=metrics, summary="Count for Prometheus", methods=("GET",), media_type="text/plain"
+    ),
     Endpoint(
         path="/openapi.json", handler=openapi, summary="Describe all of this", methods=("GET",), answer=dict[str, Any]
     ),

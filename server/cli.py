@@ -32,9 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     config = ServeConfig(**_values(options, ServeConfig))
-    from server import launcher  # after the flags are checked: --help and errors need none of it
+    from server import launcher, log_format  # after the flags are checked: --help and errors need none of it
 
-    launcher.configure_logging()
+    log_format.configure_logging(config.log_format)
     return launcher.serve(config)
 
 

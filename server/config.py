@@ -8,6 +8,7 @@ from typing import Any
 
 from server.chat_settings import REASONING_PARSERS, TOOL_PARSERS
 from server.errors import StartupError
+from server.log_format import FORMATS
 from shm_transport.strategies import STRATEGIES
 
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")  # as browsers send it
@@ -82,6 +83,10 @@ class ServeConfig:
     max_num_batched_tokens: int | None = _option(None, "prompt tokens in a step; by the device if unset", "N")
     max_model_len: int | None = _option(None, "longest prompt and output together, tokens; the model's if unset", "N")
     max_num_seqs: int | None = _option(None, "sequences that run at once; the engine's choice if unset", "N")
+    log_format: str = _option("text", "of the log, on stderr", choices=FORMATS)
+    enable_log_requests: bool = _option(False, "log each request that has ended: tokens, times, how it ended")
+    log_prompts: bool = _option(False, "with --enable-log-requests: the prompt's text too")
+    disable_log_stats: bool = _option(False, "no line each ten seconds with rates and queue lengths")
     step_log: str | None = _option(None, "write each step's publish stamp, rows and tokens there", "FILE")
     step_time_ms: float = _synthetic(0.0, "time of a step; 0 is free-running", "MS")
     tokens_per_step: int = _synthetic(1, "tokens of each request in a step", "N")
@@ -114,6 +119,13 @@ class ServeConfig:
     def adapter_names(self) -> tuple[str, ...]:
         """The models that the adapters are served as."""
         return tuple(adapter.partition("=")[0] for adapter in self.adapters)
+
+    def shown(self) -> str:
+        """Return every setting that has a value, for the log; secrets only as set."""
+        values = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.metadata.get("is_shown", True)
+        }
+        return ", ".join(f"{name}={value!r}" for name, value in values.items() if value not in (None, ()))
 
     def engine_config(self, tokenizer: Path) -> dict[str, Any]:
         """Return the engine process's configuration, without its rings.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from server import cli, launcher, model_path
+from server import cli, launcher, log_format, model_path
 from server.config import ServeConfig
 from server.errors import StartupError
 
@@ -26,7 +26,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
         return 0
 
     monkeypatch.setattr(launcher, "serve", serve)
-    monkeypatch.setattr(launcher, "configure_logging", lambda: None)
+    monkeypatch.setattr(log_format, "configure_logging", lambda _: None)
     return configs
 
 
