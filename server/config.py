@@ -52,6 +52,9 @@ class ServeConfig:
     allowed_headers: tuple[str, ...] = _option((), "headers that those pages may send; all if unset", "HEADER")
     allow_credentials: bool = _option(False, "those pages may send cookies")
     max_num_queued_reqs: int = _option(2048, "live sequences beyond which new requests get a 503", "N")
+    max_num_queued_tokens: int = _option(
+        2**22, "prompt tokens, of requests without a first token, beyond which they do", "N"
+    )
     max_stored_responses: int = _option(1024, "responses kept for previous_response_id; 0 keeps none", "N")
     max_body_mb: int = _option(16, "largest request body, MiB", "MIB")
     sse_keep_alive_interval: float = _option(15.0, "idle time before a stream gets a comment; 0 for none", "SECONDS")
@@ -102,7 +105,9 @@ class ServeConfig:
         _at_least(self, 0, "port", "max_stored_responses", "drain_timeout", "step_time_ms", "prefill_time_ms")
         _at_least(self, 1, "stream_interval", "max_num_queued_reqs", "max_body_mb", "tokens_per_step", "step_timeout")
         _at_least(self, 1, "max_model_len", "max_num_seqs", "num_threads", "kv_cache_tokens", "block_size")
-        _at_least(self, 1, "max_num_batched_tokens", "embedding_size", "max_concurrency_per_key")
+        _at_least(
+            self, 1, "max_num_batched_tokens", "embedding_size", "max_concurrency_per_key", "max_num_queued_tokens"
+        )
         _at_least(self, -1, "fail_after")
         for each in fields(self):
             value = getattr(self, each.name)

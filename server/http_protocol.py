@@ -4,8 +4,12 @@ A task wake-up and an ASGI send for each token cost twice what the whole push pa
 file touches are held by tests/server/test_http_protocol.py; pyproject.toml bounds uvicorn's version.
 """
 
+import asyncio
+import fcntl
 import functools
 import json
+import sys
+import termios
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -103,6 +107,12 @@ class TransportSink:
         await until_disconnect(receive)
 
 
+def _num_unsent(transport: asyncio.Transport) -> int:
+    """Return the bytes that the kernel holds for the client."""
+    connection = transport.get_extra_info("socket")
+    return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+
 class RingserveProtocol(HttpToolsProtocol):
     """One connection; bounds what uvicorn does not: the size of a request's head, and requests in a pipeline."""
 
@@ -137,7 +147,7 @@ class RingserveProtocol(HttpToolsProtocol):
 
     def stalled_s(self, now_s: float) -> float:
         """Return for how long the client, for whom output waits, has read nothing. As seen by those who ask."""
-        num_bytes = self.transport.get_write_buffer_size()
+        num_bytes = self.transport.get_write_buffer_size() + _num_unsent(self.transport)
         if num_bytes != self._stall[0]:  # while writing is paused only the client's reading changes it
             self._stall = (num_bytes, now_s)
         return now_s - self._stall[1]
