@@ -11,6 +11,7 @@ from server.errors import StartupError
 from server.log_format import FORMATS
 from shm_transport.strategies import STRATEGIES
 
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")  # as browsers send it
 
 
@@ -31,6 +32,12 @@ class ServeConfig:
     model: str | None = None  # None: the default model
     host: str = _option("127.0.0.1", "address to bind; 0.0.0.0 for every interface", "ADDRESS")
     port: int = _option(8000, "port to bind; 0 for a free one", "PORT")
+    uds: str | None = _option(None, "a Unix socket to bind instead", "PATH")
+    root_path: str = _option("", "prefix that a proxy in front strips from paths", "/PREFIX")
+    ssl_certfile: str | None = _option(None, "certificate chain, PEM: serve HTTPS", "FILE")
+    ssl_keyfile: str | None = _option(None, "its private key, if not in the same file", "FILE")
+    ssl_ca_certs: str | None = _option(None, "authorities that may sign clients' certificates, PEM", "FILE")
+    ssl_cert_reqs: str = _option("none", "whether clients need a certificate", choices=("none", "optional", "required"))
     served_model_name: tuple[str, ...] = _option((), "names for requests to use; responses report the first", "NAME")
     tool_call_parser: str = _option(
         "auto", "format of the model's tool calls; auto: by its chat template", choices=TOOL_PARSERS
@@ -115,6 +122,8 @@ class ServeConfig:
                 raise StartupError(f"--{each.name.replace('_', '-')} is {value!r}: one of {', '.join(choices)}")
         if self.port > 65535:
             raise StartupError(f"--port is {self.port}: at most 65535")
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise StartupError(f"--root-path is {self.root_path!r}: write /prefix, without a slash at its end")
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise StartupError(f"--allowed-origins has {origin!r}: write * or scheme://host[:port], without a path")

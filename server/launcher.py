@@ -9,6 +9,7 @@ import importlib.metadata
 import logging
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from server.connection_sweep import ConnectionLimits, ConnectionSweep
 from server.cors import Cors, CorsPolicy
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
+from server.listener import bound, tls_context, url_of
 from server.request_log import RequestLog
 from server.response_store import ResponseStore
 from server.serving import Serving
@@ -117,7 +119,8 @@ def serve(config: ServeConfig) -> int:
     """
     started_s = time.monotonic()
     keys = read_keys(config)
-    with contextlib.closing(_bind(config)) as listener, _terminating_signals():
+    tls = tls_context(config)
+    with bound(config) as listener, _terminating_signals():
         llm = AsyncLLM.from_config(config)
         try:
             serving = _serving(config, llm)
@@ -125,8 +128,8 @@ def serve(config: ServeConfig) -> int:
             if config.enable_log_requests:
                 decode = llm.model.tokenizer.decode if config.log_prompts else None
                 llm.metrics.on_finished.append(RequestLog(decode))
-            banner = _banner(serving, listener, time.monotonic() - started_s)
-            server = Server(_uvicorn_config(config, serving, keys), llm, config, banner)
+            banner = _banner(serving, config, url_of(listener, config), time.monotonic() - started_s)
+            server = Server(_uvicorn_config(config, serving, keys, tls), llm, config, banner)
             server.run(sockets=[listener])  # from here on its own signal handlers: a signal means drain
         finally:
             llm.kill()
@@ -152,12 +155,15 @@ def _model_names(config: ServeConfig, directory_name: str) -> tuple[str, ...]:
     return names
 
 
-def _uvicorn_config(config: ServeConfig, serving: Serving, keys: tuple[str, ...]) -> uvicorn.Config:
+def _uvicorn_config(
+    config: ServeConfig, serving: Serving, keys: tuple[str, ...], tls: ssl.SSLContext | None
+) -> uvicorn.Config:
     app = guarded(build_app(serving), keys, config.max_concurrency_per_key)
     if config.allowed_origins:
         app = Cors(app, CorsPolicy.of(config))
-    return uvicorn.Config(
+    uvicorn_config = uvicorn.Config(
         app,
+        root_path=config.root_path,
         http=RingserveProtocol,
         loop="uvloop",
         ws="none",
@@ -166,22 +172,9 @@ def _uvicorn_config(config: ServeConfig, serving: Serving, keys: tuple[str, ...]
         access_log=False,
         server_header=False,
     )
-
-
-def _bind(config: ServeConfig) -> socket.socket:
-    """Bind the port before anything is loaded, so that one in use is known at once."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as exc:
-        raise StartupError(
-            f"cannot bind {config.host}:{config.port}: {exc.strerror or exc}; choose another --host or --port"
-        ) from exc
-    return listener
+    uvicorn_config.load()
+    uvicorn_config.ssl = tls
+    return uvicorn_config
 
 
 @contextlib.contextmanager
@@ -198,11 +191,10 @@ def _terminating_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _banner(serving: Serving, listener: socket.socket, elapsed_s: float) -> str:
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+def _banner(serving: Serving, config: ServeConfig, url: str, elapsed_s: float) -> str:
+    option, where = (f" --unix-socket {config.uds}", f", Unix socket {config.uds}") if config.uds else ("", "")
     body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": true}'
     return (
-        f"ringserve {serving.version} serves {serving.model_names[0]} at {url}/v1 (ready in {elapsed_s:.1f} s)\n"
-        f"Try it:\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+        f"ringserve {serving.version} serves {serving.model_names[0]} at {url}/v1{where} (ready in {elapsed_s:.1f} s)\n"
+        f"Try it:\n  curl -N{option} {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
     )
