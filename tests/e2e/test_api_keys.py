@@ -106,3 +106,30 @@ def test_a_keys_places_are_free_again_when_its_clients_leave(start_server, wait)
 def test_a_file_that_is_missing_is_known_before_the_model_loads() -> None:
     with pytest.raises(AssertionError, match="--api-key-file: cannot read /no/such"):
         RunningServer("--engine", "synthetic", "--api-key-file", "/no/such")
+
+
+def test_a_page_of_another_origin_can_read_the_refusal_and_ask_beforehand_without_a_key(start_server) -> None:
+    origin = {"origin": "https://app.example"}
+    server = start_server("--engine", "synthetic", "--api-key", "k", "--allowed-origins", origin["origin"])
+    refused = server.client.post("/v1/completions", json={"prompt": "a"}, headers=origin)
+    check_401(refused)
+    assert refused.headers["access-control-allow-origin"] == origin["origin"]
+    wanted = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    preflight = server.client.options("/v1/completions", headers=origin | wanted)
+    assert preflight.status_code == 204
+    assert preflight.headers["access-control-allow-headers"] == "authorization"
+    allowed = server.client.post("/v1/completions", json={"prompt": "a"}, headers=origin | bearer("k"))
+    assert allowed.status_code == 200
+
+
+def test_a_refusal_names_its_request(server: RunningServer) -> None:
+    response = server.client.get("/v1/models", headers={"x-request-id": "mine"})
+    check_401(response)
+    assert response.headers["x-request-id"] == "mine"
+
+
+def test_the_log_shows_no_key_even_with_the_whole_configuration(start_server) -> None:
+    server = start_server("--engine", "synthetic", "--api-key", "sk-secret")
+    assert server.stop() == 0
+    assert "configuration: " in server.stderr
+    assert "sk-secret" not in server.stderr
