@@ -39,6 +39,7 @@ _HEALTH_503_S = 1.1  # /health answers 503 for so long after the last of them wa
 _LAST_WORDS_S = 0.1  # for error events to leave when a second signal ends everything
 _DRAIN_POLL_S = 0.05
 _GRACE_S = 1.0  # from the drain's deadline, when streams get their error event, to cutting connections
+_DEATH_GRACE_S = 0.2  # the same after the engine's death: they had _TOLD_LIMIT_S before
 
 
 class Server(uvicorn.Server):
@@ -88,8 +89,10 @@ class Server(uvicorn.Server):
         if not self.force_exit:
             error = ShuttingDownError(f"the server is shutting down and its drain time of {drain_s:g} s is over")
             self._llm.fail_all(error)
-        left_s = max(deadline_s - time.monotonic(), 0.0)  # for answers that are made, and still on their way
-        self.config.timeout_graceful_shutdown = left_s + _GRACE_S  # type: ignore[assignment]  # takes fractions too
+        left_s = max(deadline_s - time.monotonic(), 0.0) + _GRACE_S  # for answers that are made, and on their way
+        if self.exit_status:
+            left_s = _DEATH_GRACE_S
+        self.config.timeout_graceful_shutdown = left_s  # type: ignore[assignment]  # wait_for takes fractions too
         await super().shutdown(sockets)
         self._sweep.stop()
         self._throughput_log.stop()
@@ -107,7 +110,6 @@ class Server(uvicorn.Server):
         while self.server_state.tasks and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         await asyncio.sleep(_HEALTH_503_S)
-        self.config.timeout_graceful_shutdown = 0.2  # type: ignore[assignment]  # wait_for takes fractions too
         self.should_exit = True
 
 

@@ -269,3 +269,16 @@ def test_a_busy_engine_is_healthy(start_server, options) -> None:
         time.sleep(0.05)
     stream.join()
     assert stream.events[-1] == "[DONE]"
+
+
+def test_a_client_that_stops_reading_does_not_hold_the_exit_after_the_engines_death(start_server, wait) -> None:
+    server = start_server(*SYNTHETIC, "--max-model-len", "1000000", "--write-timeout", "0")
+    body = json.dumps({**CHAT, "stream": True, "max_tokens": 900000}).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        client.recv(1000)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        died_s = time.monotonic()
+        assert server.wait(timeout_s=25) == 1
+        print(f"exit {time.monotonic() - died_s:.2f} s after the death")
