@@ -6,7 +6,9 @@ Runs on the engine process's loop thread; knows no ring and no text.
 import logging
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from engine.chunk_budget import ChunkBudget
 from engine.collect import collect, deliver
 from engine.config import EngineConfig
 from engine.control_adapters import ModelAdapters
+from engine.grammar import CompiledGrammar, GrammarCompiler
 from engine.interface import MemoryPart, RequestFailedError
 from engine.request import Request
 from engine.runner import Runner, make_runner
@@ -30,6 +33,7 @@ from shm_transport.step import Step
 
 logger = logging.getLogger(__name__)
 
+_COMPILE_POLL_S = 0.002  # the loop looks at its inbox that often while nothing but a grammar's compilation goes on
 _NOTHING = Samples([], np.empty(0, np.int64), None, {})
 
 
@@ -52,6 +56,8 @@ class EngineCore:
             pool=self._pool,
             budget=self.budget,
         )
+        self._grammars = GrammarCompiler(Path(config.model) / "tokenizer.json", self._runner.vocab_size)
+        self._compiling: list[tuple[Request, Future[CompiledGrammar]]] = []  # held by the scheduler until then
         self._failures: list[RequestFailedError] = []
         self._data: list[Data] = []
         self._plan: Plan | None = None  # of the step that is not settled yet, if it went well
@@ -80,16 +86,27 @@ class EngineCore:
         Raises:
             RequestFailedError: If it can never run, or the queue is full. Nothing is kept of it.
         """
-        self.scheduler.add(Request(request, queued_ns=time.monotonic_ns(), adapter=self._adapter(request)))
+        added = Request(request, queued_ns=time.monotonic_ns(), adapter=self._adapter(request))
+        self.scheduler.add(added, is_held=bool(request.grammar))
+        if request.grammar:
+            self._compiling.append((added, self._grammars.compile(request.grammar)))
 
     def abort(self, handles: Iterable[int]) -> None:
         """Drop requests wherever they are and free what they hold; unknown handles are ignored."""
         self.scheduler.drop(handles)
 
-    def step(self) -> Step:
-        """Give every request that decodes one token, and prompts their share of the step."""
+    def step(self) -> Step | None:
+        """Give every request that decodes one token, and prompts their share of the step.
+
+        Returns:
+            The step; None while there is nothing to do but to wait for grammars.
+        """
         self._failures.clear()
         self._data.clear()
+        if self._compiling:
+            self._release_compiled()
+            if not self.scheduler.has_ready and not self._failures:
+                return None
         scheduled_ns = time.monotonic_ns()
         plan = self.scheduler.schedule(scheduled_ns)
         planned_ns = time.monotonic_ns()
@@ -209,6 +226,22 @@ class EngineCore:
             logger.exception("sampling failed: the rows are done one by one")
             # Half sampled, the logits are spoiled. The same batch gives them again, and writes what it wrote before.
             return sample_each(self._runner.forward(batch)[: len(plan.sampled)], plan.sampled)
+
+    def _release_compiled(self) -> None:
+        """Let those run whose grammars are compiled by now, and fail those whose are none."""
+        if not self.scheduler.has_ready:
+            wait([future for _, future in self._compiling], _COMPILE_POLL_S, "FIRST_COMPLETED")
+        done = [(request, future) for request, future in self._compiling if future.done()]
+        self._compiling = [(request, future) for request, future in self._compiling if not future.done()]
+        for request, future in done:
+            if not self.scheduler.try_release(request):
+                continue  # it was aborted
+            requests = (request, *request.forks)
+            try:
+                for each in requests:
+                    each.matcher = future.result().matcher(each.params)
+            except Exception as exc:  # a GrammarError, or whatever the library does not document
+                self.fail({each.handle: str(exc) for each in requests})
 
     def _adapter(self, request: AddRequest) -> int:
         """Return the number of the adapter that a request names, 0 if none."""

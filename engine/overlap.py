@@ -6,8 +6,8 @@ tokens and hands out its record, while the later one runs. Nothing is known too 
 turns out to be its last has one more row in the next step, whose token is thrown away and whose keys and values are
 never registered. Requests known to end, by their length, are not scheduled again.
 
-A step that needs the host is computed alone: no other step is in flight then. That is so for logprobs, and for rules
-whose next logits depend on tokens that the host must have seen; `needs_host` says which requests have any.
+A step that needs the host is computed alone: no other step is in flight then. That is so for logprobs, for grammars,
+and for rules whose next logits depend on tokens that the host must have seen; `needs_host` says which requests have any.
 
 For GPUs, on the engine's loop thread. On a CPU the host and the device are the same, and EngineCore is the engine.
 """
@@ -247,4 +247,4 @@ class OverlappingCore:
 def needs_host(params: AddRequest) -> bool:
     """Whether a request's steps need the host before the next can begin."""
     has_logprobs = params.num_logprobs >= 0 or params.num_prompt_logprobs >= 0
-    return has_logprobs or bool(params.pooling) or has_rules(params)
+    return has_logprobs or bool(params.pooling or params.grammar) or has_rules(params)

@@ -10,6 +10,7 @@ from shm_transport.messages import AddRequest, Fork
 
 if TYPE_CHECKING:
     from engine.collect import Collector
+    from engine.grammar import Matcher
     from engine.logit_rules import LogitRules
 
 
@@ -36,6 +37,7 @@ class Request:
     num_collected_tokens: int = 0  # of the prompt, that `collector` has taken in; of a fork's all, for it wants none
     forks: list["Request"] = field(default_factory=list)  # wait until this one's prompt has been computed
     logit_rules: "LogitRules | None" = None  # the sampler's, made at the first token
+    matcher: "Matcher | None" = None  # of a grammar: made before the request may run, moved on at each commit
     collector: "Collector | None" = None  # the core's, of what is wanted of the prompt
 
     def __post_init__(self, fork: Fork | None) -> None:

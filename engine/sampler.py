@@ -1,8 +1,8 @@
 """From logits to one token a request. Rows are split once, so that greedy ones pay nothing for the others.
 
-Order for a row: a copy for its logprobs, rules (engine/logit_rules.py), temperature, min_p, top_k, top_p, draw. The
-draw is a function of the request's seed and output index, so nobody's tokens depend on batch mates. All but the greedy
-path on CPUs is torch, on the device of the logits.
+Order for a row: a copy for its logprobs, rules (engine/logit_rules.py), its grammar (engine/grammar_mask.py),
+temperature, min_p, top_k, top_p, draw. The draw is a function of the request's seed and output index, so nobody's
+tokens depend on batch mates. All but the greedy path on CPUs is torch, on the device of the logits.
 
 A row whose sampling raises takes the others' with it: `sample_each` then does them again, one by one.
 """
@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - the name it has everywhere
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.grammar_mask import apply_grammars_
 from engine.logit_rules import apply_rules_
 from engine.logprobs import join_columns, logprob_columns, select_raw
 from engine.request import Request
@@ -83,12 +84,13 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Samples:
     """
     raw = select_raw(logits, requests)
     apply_rules_(logits, requests)
+    lost = apply_grammars_(logits, requests)
     token_ids, best = _greedy(logits)
     is_finite = np.isfinite(best)
     _draw_rows(logits, requests, token_ids, is_finite)
     rows = is_finite.nonzero()[0].tolist()
     kept = [requests[row] for row in rows]
-    failures = {requests[row].handle: _why(best[row]) for row in (~is_finite).nonzero()[0].tolist()}
+    failures = {requests[row].handle: _why(best[row]) for row in (~is_finite).nonzero()[0].tolist()} | lost
     return Samples(kept, token_ids[rows], logprob_columns(raw, rows, kept, token_ids[rows]), failures)
 
 
@@ -125,7 +127,7 @@ def why_failed(reason: Exception) -> str:
 def _why(best: float) -> str:
     """Say why a row whose largest logit is `best`, which is no number, has no token."""
     if best == float("-inf"):
-        return "no token is left: allowed and bad tokens, min_tokens and logit_bias exclude all of the vocabulary"
+        return "no token is left: the grammar, allowed and bad tokens, min_tokens and logit_bias exclude all of them"
     return NOT_FINITE
 
 

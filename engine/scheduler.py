@@ -18,7 +18,7 @@ from engine.block_pool import BlockPool, Prefix, Salt
 from engine.chunk_budget import ChunkBudget
 from engine.interface import RequestFailedError
 from engine.request import Request
-from shm_transport.records import MAX_LOGPROBS, FinishReason, Pooling
+from shm_transport.records import GRAMMAR_END, MAX_LOGPROBS, FinishReason, Pooling
 
 _UNKNOWN_TOKEN = 0  # stands for one that is being computed; any id of every vocabulary
 NO_TOKEN = -1  # an eos_token_id that is none, a stop_token_id that says EOS or nothing
@@ -113,6 +113,7 @@ class Scheduler:
         self._live: dict[int, Request] = {}  # by handle
         # Both by rank. Sorted lists: an insertion or removal among some thousands is cheaper than a heap's upkeep.
         self._waiting: list[Request] = []
+        self._held: set[Request] = set()  # may not run yet
         self._running: list[Request] = []
         self._ended: list[Request] = []  # in this step; they hold their blocks until it is settled
 
@@ -134,8 +135,13 @@ class Scheduler:
         """Whether a request waits or runs."""
         return handle in self._live
 
-    def add(self, request: Request) -> None:
-        """Put a request and its forks into the waiting queue.
+    @property
+    def has_ready(self) -> bool:
+        """Whether any request runs, or could if there is a seat."""
+        return bool(self._running or self._waiting)
+
+    def add(self, request: Request, *, is_held: bool = False) -> None:
+        """Put a request and its forks into the waiting queue; one that `is_held` only once it is released.
 
         Raises:
             RequestFailedError: If it can never run, the queue is full, or a handle is in use. Nothing is kept of it.
@@ -148,7 +154,18 @@ class Scheduler:
             each.arrival = self._num_arrivals
             self._num_arrivals += 1
             self._live[each.handle] = each
+        if is_held:
+            self._held.add(request)
+        else:
+            insort(self._waiting, request, key=_RANK)
+
+    def try_release(self, request: Request) -> bool:
+        """Let a request run that was added as held; False if it has been dropped."""
+        if request not in self._held:
+            return False
+        self._held.remove(request)
         insort(self._waiting, request, key=_RANK)
+        return True
 
     def drop(self, handles: Iterable[int]) -> None:
         """Forget requests wherever they are and free what they hold; unknown handles are ignored."""
@@ -160,6 +177,8 @@ class Scheduler:
                 self._hand_over(request)
             elif request.block_ids:
                 self._unseat(request)
+            elif request in self._held:
+                self._held.remove(request)
             elif not self._try_remove_waiting(request):
                 self._remove_fork(request)
 
@@ -194,6 +213,8 @@ class Scheduler:
         for request, token_id in zip(requests, token_ids, strict=True):
             request.num_computed_tokens = request.num_tokens
             request.output_token_ids.append(token_id)
+            if request.matcher is not None:
+                request.matcher.consume(token_id)
             finish = self._finish(request, token_id, request.num_output_tokens)
             if finish.reason:
                 self._end(request)
@@ -440,12 +461,14 @@ class Scheduler:
         return num_outputs >= request.params.max_tokens or num_tokens >= self._max_num_tokens
 
     def _finish(self, request: Request, token_id: int, num_outputs: int) -> Finish:
-        """On one token EOS beats a stop token, which beats the length."""
+        """On one token EOS beats a stop token, which beats the end of the grammar, which beats the length."""
         params = request.params
         if token_id == params.eos_token_id:
             return Finish(FinishReason.STOP)
         if token_id in params.stop_token_ids:
             return Finish(FinishReason.STOP, token_id)
+        if request.matcher is not None and request.matcher.is_complete:
+            return Finish(FinishReason.STOP, GRAMMAR_END)
         if self._is_full(request, num_outputs):
             return Finish(FinishReason.LENGTH)
         return _GOES_ON

@@ -80,6 +80,8 @@ class SyntheticEngine:
                 request.handle,
                 f"the prompt has {len(request.prompt_token_ids)} tokens, max_model_len is {self._config.max_model_len}",
             )
+        if request.grammar:
+            raise RequestFailedError(request.handle, "the synthetic engine's text follows no grammar: send none")
         handles = (request.handle, *(fork.handle for fork in request.forks))
         self._waiting += [_Seat(handle, request, time.monotonic_ns()) for handle in handles]
 

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from server import embeddings, model_routes, openai_routes, tokenize_routes
+from server import embeddings, model_routes, openai_routes, responses_routes, tokenize_routes
 from server.endpoint import Endpoint
 from server.errors import MethodNotAllowedError, NotFoundError, RequestError, ServerError
 from server.json_response import JsonResponse, error_response
@@ -96,6 +96,7 @@ async def openapi(request: Request) -> ASGIApp:
 
 ENDPOINTS = (
     *openai_routes.ENDPOINTS,
+    *responses_routes.ENDPOINTS,
     *embeddings.ENDPOINTS,
     *tokenize_routes.ENDPOINTS,
     *model_routes.ENDPOINTS,

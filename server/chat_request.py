@@ -1,16 +1,20 @@
 """The body of POST /v1/chat/completions."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from server.chat_messages import ChatMessage
 from server.chat_template import ChatPrompt
 from server.errors import RequestError, shown
-from server.generation_fields import GenerationFields
+from server.generation_fields import NEUTRAL, GenerationFields
+from server.tools import Tool, ToolChoice, ToolUse, tool_use
 
 
 class ChatCompletionRequest(GenerationFields, kw_only=True):
     """POST /v1/chat/completions."""
 
+    neutral: ClassVar[dict[str, tuple[object, ...]]] = {
+        name: values for name, values in NEUTRAL.items() if name not in ("tools", "tool_choice")
+    }
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -21,6 +25,10 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     def token_limit(self) -> int | None:
         """Return max_completion_tokens, or its older name's value.
@@ -46,6 +54,14 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
                 param="top_logprobs",
             )
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def tool_use(self) -> ToolUse | None:
+        """Return what the request wants of its tools; None if it has none.
+
+        Raises:
+            RequestError: If that makes no sense.
+        """
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def chat_prompt(self) -> ChatPrompt:
         """Return what the chat template gets.

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -57,6 +57,9 @@ class ChatTemplate:
         source: Jinja source.
         special_tokens: bos_token, eos_token and the like, for the template to use.
 
+    Attributes:
+        takes_tools: Whether it shows tools to the model.
+
     Raises:
         StartupError: If the source is no template.
     """
@@ -70,7 +73,9 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = special_tokens
         self._knows_developer = "developer" in source
+        self.source = source
         try:
+            self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
             self._template = environment.from_string(source)
         except jinja2.TemplateError as exc:
             raise StartupError(f"the chat template is not valid Jinja: {exc}") from exc

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from server.chat_settings import REASONING_PARSERS, TOOL_PARSERS
 from server.errors import StartupError
 from shm_transport.strategies import STRATEGIES
 
@@ -25,8 +26,15 @@ class ServeConfig:
     host: str = _option("127.0.0.1", "address to bind; 0.0.0.0 for every interface", "ADDRESS")
     port: int = _option(8000, "port to bind; 0 for a free one", "PORT")
     served_model_name: tuple[str, ...] = _option((), "names for requests to use; responses report the first", "NAME")
+    tool_call_parser: str = _option(
+        "auto", "format of the model's tool calls; auto: by its chat template", choices=TOOL_PARSERS
+    )
+    reasoning_parser: str = _option(
+        "none", "think: <think>...</think> becomes reasoning_content", choices=REASONING_PARSERS
+    )
     chat_template: str | None = _option(None, "a file with a Jinja chat template, or the template itself", "TEMPLATE")
     max_num_queued_reqs: int = _option(2048, "live sequences beyond which new requests get a 503", "N")
+    max_stored_responses: int = _option(1024, "responses kept for previous_response_id; 0 keeps none", "N")
     max_body_mb: int = _option(16, "largest request body, MiB", "MIB")
     drain_timeout: float = _option(30.0, "time that running streams may take to end after SIGTERM", "SECONDS")
     step_timeout: float = _option(60.0, "time after which a step in progress counts as stuck", "SECONDS")
@@ -63,7 +71,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         """Raise StartupError for a value out of its range."""
-        _at_least(self, 0, "port", "drain_timeout", "step_time_ms", "prefill_time_ms")
+        _at_least(self, 0, "port", "max_stored_responses", "drain_timeout", "step_time_ms", "prefill_time_ms")
         _at_least(self, 1, "stream_interval", "max_num_queued_reqs", "max_body_mb", "tokens_per_step", "step_timeout")
         _at_least(self, 1, "max_model_len", "max_num_seqs", "num_threads", "kv_cache_tokens", "block_size")
         _at_least(self, 1, "max_num_batched_tokens", "embedding_size")

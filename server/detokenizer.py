@@ -64,10 +64,19 @@ class StreamDetokenizer:
     raises where ByteFallback, which spoils a whole run of bytes for one wrong byte, changes text that is already out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: list[int],
+        *,
+        skip_special_tokens: bool,
+        shown: frozenset[str] = frozenset(),
+    ) -> None:
         added = tokenizer.get_added_tokens_decoder() if skip_special_tokens else {}
         self._tokenizer = tokenizer
-        self._skipped = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._skipped = frozenset(
+            token_id for token_id, token in added.items() if token.special and token.content not in shown
+        )
         last_ids = list(islice(filter(self._has_text, reversed(prompt_token_ids)), _MAX_CONTEXT_TOKENS))[::-1]
         num_pending = self._num_incomplete(last_ids)
         self._context = last_ids[: len(last_ids) - num_pending]

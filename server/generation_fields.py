@@ -1,6 +1,6 @@
 """Request fields that both generating endpoints have: strict types, unknown ones ignored, unsupported ones refused."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -8,12 +8,12 @@ from server.errors import RequestError, shown
 from server.sampling_params import SamplingParams
 
 # Fields that change the answer and are not supported, with the values that ask for nothing.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
     "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_json": (),
+    "guided_whitespace_pattern": (),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logprob_token_ids": ([],),
@@ -21,8 +21,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "moderation": (),
     "prompt_embeds": (),
     "repetition_detection": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
+    "structural_tag": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
@@ -53,6 +52,7 @@ class StreamOptions(msgspec.Struct):
 class GenerationFields(msgspec.Struct, kw_only=True):
     """What both endpoints share; msgspec has no other way to flatten fields."""
 
+    neutral: ClassVar[dict[str, tuple[object, ...]]] = NEUTRAL
     model: str | None = None
     n: int | None = None
     max_tokens: int | None = None
@@ -90,7 +90,11 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     best_of: Any = None
     function_call: Any = None
     functions: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
     guided_json: Any = None
+    guided_regex: Any = None
+    guided_whitespace_pattern: Any = None
     kv_transfer_params: Any = None
     length_penalty: Any = None
     logprob_token_ids: Any = None
@@ -99,6 +103,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     prompt_embeds: Any = None
     repetition_detection: Any = None
     response_format: Any = None
+    structural_tag: Any = None
     structured_outputs: Any = None
     suffix: Any = None
     thinking_token_budget: Any = None
@@ -115,7 +120,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         Raises:
             RequestError: Naming the field.
         """
-        for name, neutral in _NEUTRAL.items():
+        for name, neutral in self.neutral.items():
             value = getattr(self, name)
             if value is not None and not any(_is_same(value, v) for v in neutral):
                 raise RequestError(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from server.chat_template import ChatPrompt
 from server.errors import RequestError, shown
+from server.grammar_checker import GrammarChecker
 from server.model_info import ModelInfo
 from server.outputs import OutputKind
 from server.sampling_params import SamplingParams
@@ -104,7 +105,7 @@ class ProcessedRequest:
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
             num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
             priority=self.priority, cache_salt=self.cache_salt, adapter=self.adapter, pooling=self.pooling,
-            is_normalized=self.is_normalized,
+            is_normalized=self.is_normalized, grammar=params.grammar,
         )  # fmt: skip
 
 
@@ -113,6 +114,7 @@ class InputProcessor:
 
     def __init__(self, model: ModelInfo) -> None:
         self._model = model
+        self.grammars = GrammarChecker(model.tokenizer)
 
     async def render_chat(self, prompt: ChatPrompt) -> str:
         """Return the chat's prompt text.
@@ -133,11 +135,14 @@ class InputProcessor:
         return (await self.process_all([request]))[0]
 
     async def process_all(self, requests: list[GenerateRequest]) -> list[ProcessedRequest]:
-        """Tokenize and validate; on a thread if there is much of it.
+        """Tokenize and validate; on a thread if there is much of it, or a grammar to check.
 
         Raises:
             RequestError: Naming the field, its value and the remedy.
         """
+        for request in requests:
+            if request.params.grammar:
+                await self.grammars.check(request.params.grammar)
         return await _each(self._process, requests)
 
     async def process_encode(self, requests: list[EncodeRequest]) -> list[ProcessedRequest]:

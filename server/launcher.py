@@ -19,9 +19,11 @@ import uvicorn
 
 from server.app import build_app
 from server.async_llm import AsyncLLM
+from server.chat_settings import ChatSettings
 from server.config import ServeConfig
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
+from server.response_store import ResponseStore
 from server.serving import Serving
 
 logger = logging.getLogger(__name__)
@@ -107,6 +109,8 @@ def _serving(config: ServeConfig, llm: AsyncLLM) -> Serving:
         adapters=config.adapter_names,
         version=importlib.metadata.version("ringserve"),
         max_body_bytes=config.max_body_mb * 2**20,
+        responses=ResponseStore(config.max_stored_responses),
+        chat=ChatSettings.of(llm.model.chat_template, config.tool_call_parser, config.reasoning_parser),
     )
 
 

@@ -1,6 +1,7 @@
 """The OpenAI endpoints: read and validate a request, then stream or collect it (serving.py)."""
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,9 +10,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from server.answer_types import ChatCompletion, ChatCompletionChunk, Completion
+from server.chat_parser import ChatParsing
 from server.chat_request import ChatCompletionRequest
 from server.choices import Answer, chat_answer, completion_answer
-from server.chunks import ChatChunks, ChunkFormat, CompletionChunks, LogprobFormat, Shown
+from server.chunks import ChatChunks, ChunkFormat, CompletionChunks, LogprobFormat, Shown, StreamIdentity
 from server.completion_request import CompletionRequest
 from server.echo import Echo, EchoChunks, PromptSource
 from server.endpoint import Endpoint
@@ -19,6 +21,7 @@ from server.input_processor import GenerateRequest, ProcessedRequest, Truncation
 from server.json_response import JsonResponse
 from server.logprob_format import ChatLogprobs, CompletionLogprobs, TokenNames
 from server.outputs import OutputKind
+from server.parsed_chunks import ParsedChunks, parsed_choice
 from server.request_body import read_body
 from server.request_id import HEADER, request_id
 from server.sampling_params import SamplingParams
@@ -30,7 +33,7 @@ class _Endpoint:
     """What differs between the two generating endpoints."""
 
     id_prefix: str
-    chunks: type[ChatChunks] | type[CompletionChunks]
+    chunks: Callable[[StreamIdentity, Shown], ChunkFormat]
     logprobs: Callable[[TokenNames], LogprobFormat]
     answer: Callable[[Answer], dict[str, Any]]
 
@@ -52,12 +55,20 @@ async def chat_completions(request: Request) -> ASGIApp:
     body.check()
     defaults = serving.llm.model.sampling_defaults
     params = body.sampling_params(body.token_limit(), defaults, logprobs=body.num_logprobs())
-    prompt = body.chat_prompt()
+    use = body.tool_use()
+    prompt = serving.chat.prompt(body.chat_prompt(), use)
     serving.llm.check_admission(params.n)
     text = await serving.llm.input_processor.render_chat(prompt)
     echoed = [body.echoed_text(prompt)] if body.echo else None
     prompts = _Prompts(prompts=[text], add_special_tokens=bool(body.add_special_tokens), echoed=echoed)
-    return await _answer(request, body, _CHAT, params, prompts)
+    parsing = serving.chat.parsing(use, text, include_reasoning=body.include_reasoning is not False)
+    if parsing is None:
+        return await _answer(request, body, _CHAT, params, prompts)
+    grammar = ""
+    if use is not None and use.is_forced:
+        grammar = await asyncio.to_thread(use.grammar, parsing.reasoning)
+    params = replace(params, shown_special_tokens=parsing.markers, grammar=grammar)
+    return await _answer(request, body, _parsed_chat(parsing), params, prompts)
 
 
 async def completions(request: Request) -> ASGIApp:
@@ -88,6 +99,8 @@ async def _answer(
     serving: Serving = request.app.state.serving
     name = request_id(request, body.request_id)
     identity = serving.identity(f"{endpoint.id_prefix}-{name}", body.model)
+    if not params.grammar and (grammar := await serving.llm.input_processor.grammars.find(body)):
+        params = replace(params, grammar=grammar)
     requests = await _process(serving, body, identity.response_id, params, prompts)
     names = _names(serving, body)
     shown = _shown(body, requests, endpoint.logprobs(names) if params.logprobs is not None else None)
@@ -153,6 +166,15 @@ def _shown(
 def _names(serving: Serving, body: ChatCompletionRequest | CompletionRequest) -> TokenNames:
     tokenizer = serving.llm.model.tokenizer
     return tokenizer.id_names if body.return_tokens_as_token_ids else tokenizer.names
+
+
+def _parsed_chat(parsing: ChatParsing) -> _Endpoint:
+    """Return the chat endpoint of a request whose answers have tool calls or reasoning."""
+    return replace(
+        _CHAT,
+        chunks=functools.partial(ParsedChunks, parsing=parsing),
+        answer=functools.partial(chat_answer, choice=functools.partial(parsed_choice, parsing)),
+    )
 
 
 def _with_prompt_logprobs(params: SamplingParams) -> SamplingParams:

@@ -32,7 +32,7 @@ def make_document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]
     """Describe endpoints.
 
     Args:
-        endpoints: Each path once.
+        endpoints: Each path and method once.
         version: The server's.
     """
     types = {ErrorResponse: None}  # a set that keeps its order
@@ -40,10 +40,13 @@ def make_document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]
         types |= {kind: None for kind in (endpoint.body, endpoint.answer, endpoint.event) if kind is not None}
     made, components = msgspec.json.schema_components(types, ref_template=_REFERENCES)
     schemas = dict(zip(types, made, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for each in endpoints:
+        paths.setdefault(_PATH_PARAMETER.sub(r"{\1}", each.path), {}).update(_path(each, schemas))
     return {
         "openapi": "3.1.0",
         "info": {"title": "ringserve", "version": version, "summary": "OpenAI-compatible serving of language models."},
-        "paths": {_PATH_PARAMETER.sub(r"{\1}", each.path): _path(each, schemas) for each in endpoints},
+        "paths": paths,
         "components": {"schemas": components},
     }
 

@@ -20,7 +20,7 @@ from server.sink import DeltaWriter
 from server.stop_strings import StopStringChecker
 from server.tokenizer import Tokenizer
 from shm_transport.messages import Data
-from shm_transport.records import DataContent, FinishReason
+from shm_transport.records import GRAMMAR_END, DataContent, FinishReason
 from shm_transport.step_ring import FirstRows, Logprobs, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class RequestState:
         """
         if self._undecoded:
             token_ids, self._undecoded = self._undecoded.tolist() + token_ids, array("i")
-        text, num_taken, stop = self._text_of(token_ids, finish)
+        text, num_taken, stop = self._text_of(token_ids, finish == _STOP and stop_token_id != GRAMMAR_END)
         if logprobs is not None and self._logprobs is not None:
             self._logprobs.extend(logprobs if stop is None else logprobs.first(num_taken))
         if stop is not None:
@@ -130,10 +130,10 @@ class RequestState:
         """Return the last output of a sequence that ends here: its held-back text, finish reason abort."""
         return self.advance([], FinishReason.ABORT, -1)
 
-    def _text_of(self, token_ids: list[int], finish: int) -> tuple[str, int, str | None]:
+    def _text_of(self, token_ids: list[int], ends_by_token: bool) -> tuple[str, int, str | None]:
         """Return the tokens' text that may be sent, how many tokens count, and the stop string that ended them."""
         # The text of the token that made the engine stop is no part of the output, special or not.
-        silent = len(token_ids) - 1 if finish == _STOP and not self.params.include_stop_str_in_output else -1
+        silent = len(token_ids) - 1 if ends_by_token and not self.params.include_stop_str_in_output else -1
         decode, checker = self._detokenizer.decode, self._checker
         if checker is None:
             return "".join(["" if i == silent else decode(token_id) for i, token_id in enumerate(token_ids)]), 0, None
@@ -220,7 +220,9 @@ class OutputProcessor:
     def add(self, request: ProcessedRequest, index: int, collector: RequestOutputCollector) -> RequestState:
         """Register one sequence; its handle goes to the engine."""
         detokenizer = self._tokenizer.detokenizer(
-            request.prompt_token_ids, skip_special_tokens=request.params.skip_special_tokens
+            request.prompt_token_ids,
+            skip_special_tokens=request.params.skip_special_tokens,
+            shown=request.params.shown_special_tokens,
         )
         slot = self._take_slot()
         handle = self._generations[slot] << _SLOT_BITS | slot
@@ -283,6 +285,8 @@ class OutputProcessor:
             is_behind: More records wait: deltas stay in their slots until `flush`, and leave as one event.
         """
         states, start = self._resolve(record.handles), 0
+        if record.first is not None:
+            _note_first(states, record.first)
         while start < len(states):
             end = min(start + CHUNK_ROWS - self._rows_since_yield, len(states))
             self._process_rows(states, record, range(start, end), is_behind)
@@ -327,8 +331,6 @@ class OutputProcessor:
 
     def _process_row(self, state: RequestState, record: StepRecord, row: int, is_behind: bool) -> None:
         token_ids, finish, stop_token_id = _row(record, row)
-        if record.first is not None:
-            _note_first(state, record.first, row)
         if finish == FinishReason.ERROR:
             raise EngineGenerateError("the engine failed this request")
         logprobs = None if record.logprobs is None else _row_logprobs(record.logprobs, record, row)
@@ -407,6 +409,8 @@ def _row_logprobs(columns: Logprobs, record: StepRecord, row: int) -> TokenLogpr
     return TokenLogprobs(width, columns.token_ids[start:end], entries, columns.sampled_ranks[first : first + count])
 
 
-def _note_first(state: RequestState, first: FirstRows, row: int) -> None:
-    if first.queued_ns[row]:
-        state.collector.num_cached_tokens = first.num_cached_tokens[row]
+def _note_first(states: list[RequestState | None], first: FirstRows) -> None:
+    """Keep what first rows tell of their prompts, whichever way their tokens take."""
+    for state, queued_ns, num_cached in zip(states, first.queued_ns, first.num_cached_tokens, strict=True):
+        if queued_ns and state is not None:
+            state.collector.num_cached_tokens = num_cached

@@ -37,6 +37,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    shown_special_tokens: frozenset[str] = frozenset()  # not skipped with the others: markers that a parser must see
     repetition_penalty: float = 1.0  # above 1: tokens of prompt and output become less likely
     frequency_penalty: float = 0.0  # subtracted for each time that a token is in the output
     presence_penalty: float = 0.0  # subtracted once for each token that is in the output
@@ -46,6 +47,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()  # of one token each, never sampled
     logprobs: int | None = None  # most likely tokens to report beside the sampled one; None: no logprobs at all
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    grammar: str = ""  # what the output has to follow, in llguidance's notation; structured_output.py makes them
     stream_interval: int = 1  # tokens in a delta, the first and the last aside; the server may ask for more
 
     def __post_init__(self) -> None:

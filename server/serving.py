@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from starlette.types import Receive, Scope, Send
 
 from server.async_llm import AsyncLLM
+from server.chat_settings import ChatSettings
 from server.chunks import ChunkFormat, StreamIdentity
 from server.collector import RequestOutputCollector
 from server.errors import ClientGoneError, NotFoundError, ServerError, shown
@@ -18,8 +19,9 @@ from server.generation_fields import StreamOptions
 from server.input_processor import ProcessedRequest
 from server.outputs import RequestOutput
 from server.request_id import HEADER
+from server.response_store import ResponseStore
 from server.sink import Headers, open_sink, until_disconnect
-from server.sse import EventStream
+from server.sse import DONE_ENDING, Ending, EventStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +32,8 @@ class Serving:
     model_names: tuple[str, ...]  # the first is the one that responses report
     version: str
     max_body_bytes: int
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    chat: ChatSettings = field(default_factory=ChatSettings)
     adapters: tuple[str, ...] = ()  # LoRA adapters, which are models of their own to requests
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -66,6 +70,7 @@ class StreamResponse:
         form_of: Makes the chunk format from the requests' collectors, which are filled in when it is used.
         options: The request's `stream_options`.
         request_id: For the response's header; "" for none.
+        ending: What the stream ends with.
     """
 
     def __init__(
@@ -76,11 +81,13 @@ class StreamResponse:
         options: StreamOptions | None,
         *,
         request_id: str = "",
+        ending: Ending = DONE_ENDING,
     ) -> None:
         self._llm = llm
         self._requests = requests
         self._form_of = form_of
         self._options = options or StreamOptions()
+        self._ending = ending
         self._headers: Headers = [(HEADER.encode(), request_id.encode())] if request_id else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,6 +103,7 @@ class StreamResponse:
             num_prompt_tokens=[len(request.prompt_token_ids) for request in self._requests],
             include_usage=bool(self._options.include_usage),
             continuous_usage=bool(self._options.continuous_usage_stats),
+            ending=self._ending,
         )
         try:
             _submit(self._llm, self._requests, collectors, stream)

@@ -1,6 +1,7 @@
 """Server-sent events: the stream that writes a response's chunks."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -20,6 +21,26 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a stream ends.
+
+    Attributes:
+        done: What comes after the last chunk.
+        failed: Makes what comes instead, where the response has begun and cannot go on.
+    """
+
+    done: bytes
+    failed: Callable[[ServerError], bytes]
+
+
+def _failed(error: ServerError) -> bytes:
+    return b"data: %b\n\n%b" % (one_line(_encode(error.body())), DONE)
+
+
+DONE_ENDING = Ending(DONE, _failed)
+
+
 class EventStream:
     """One SSE response: an OutputWriter (server/collector.py) for all its choices.
 
@@ -30,6 +51,7 @@ class EventStream:
         num_prompt_tokens: Of each prompt; the choices are split evenly over them.
         include_usage: Send a usage chunk before [DONE].
         continuous_usage: Send usage in every chunk too.
+        ending: What it ends with.
         cached_tokens: Returns how many tokens of all prompts were cached, once the stream has ended.
         headers: Of the response, beside those of every event stream.
     """
@@ -43,10 +65,12 @@ class EventStream:
         num_prompt_tokens: list[int],
         include_usage: bool = False,
         continuous_usage: bool = False,
+        ending: Ending = DONE_ENDING,
         cached_tokens: Callable[[], int | None] = lambda: None,
         headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         self._sink = sink
+        self._ending = ending
         self._form = form
         self._num_choices = num_choices
         self._num_unfinished = num_choices
@@ -100,12 +124,11 @@ class EventStream:
             return
         self._is_finished = True
         error = error if isinstance(error, ServerError) else ServerError(str(error))
-        body = one_line(_encode(error.body()))
         if self._is_open:
-            self._sink.write(b"data: %b\n\n%b" % (body, DONE))
+            self._sink.write(self._ending.failed(error))
         else:
             self._sink.open(error.status, error_headers(error))
-            self._sink.write(body)
+            self._sink.write(one_line(_encode(error.body())))
         self._sink.finish()
 
     def _open(self) -> None:
@@ -127,7 +150,7 @@ class EventStream:
             data += self._form.usage(total.to_json())
         if not self._is_open:
             self._open()
-        self._sink.write(data + DONE)
+        self._sink.write(data + self._ending.done)
         self._sink.finish()
 
 

@@ -13,6 +13,7 @@ from server.logprob_format import TokenNames
 from server.token_table import make_tables
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+NONE_SHOWN: frozenset[str] = frozenset()
 
 
 class Tokenizer:
@@ -29,7 +30,7 @@ class Tokenizer:
         library.no_truncation()
         library.no_padding()
         self._library = library
-        self._tables = make_tables(library)
+        self._tables = {NONE_SHOWN: make_tables(library)}
         vocab = library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.longest_token = max(map(len, vocab), default=1)
@@ -56,6 +57,10 @@ class Tokenizer:
             raise StartupError(f"{path} is no valid tokenizer.json: {exc}") from exc
         return cls(library, _special_tokens(read_json(path.with_name("tokenizer_config.json"))))
 
+    def definition(self) -> str:
+        """Return the tokenizer.json that it is."""
+        return str(self._library.to_str())
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the text's token ids. Releases the GIL, which the library's `encode` holds: it may run on a thread."""
         (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -77,15 +82,25 @@ class Tokenizer:
         Raises:
             ValueError: If it can be no token id.
         """
-        if self._tables is not None:
-            return self._tables[False].bytes_of(token_id)
+        tables = self._tables[NONE_SHOWN]
+        if tables is not None:
+            return tables[False].bytes_of(token_id)
         return self.decode([token_id], skip_special_tokens=False).encode()
 
-    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """Return a new incremental detokenizer for the output of this prompt."""
-        if self._tables is None:
-            return StreamDetokenizer(self._library, prompt_token_ids, skip_special_tokens=skip_special_tokens)
-        return TableDetokenizer(self._tables[skip_special_tokens], prompt_token_ids)
+    def detokenizer(
+        self, prompt_token_ids: list[int], *, skip_special_tokens: bool, shown: frozenset[str] = NONE_SHOWN
+    ) -> Detokenizer:
+        """Return a new incremental detokenizer for the output of this prompt.
+
+        Args:
+            shown: Special tokens that are text even if the others are skipped; of few kinds, for each has its table.
+        """
+        if shown not in self._tables:
+            self._tables[shown] = make_tables(self._library, shown)
+        tables = self._tables[shown]
+        if tables is not None:
+            return TableDetokenizer(tables[skip_special_tokens], prompt_token_ids)
+        return StreamDetokenizer(self._library, prompt_token_ids, skip_special_tokens=skip_special_tokens, shown=shown)
 
 
 def load_chat_template(directory: Path, override: str | None, special_tokens: dict[str, str]) -> ChatTemplate | None:

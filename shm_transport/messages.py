@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from shm_transport.errors import RecordError
 from shm_transport.records import ADD_FIELDS, DATA_FIELDS, DataContent, Pooling
 
-_ADD = struct.Struct("<QQddddddiIIiiiiHHIIIIIIII")
+_ADD = struct.Struct("<QQddddddiIIiiiiHHIIIIIIIIIxxxx")
 _DATA = struct.Struct("<QH2sI")
 assert _ADD.size == ADD_FIELDS.itemsize
 assert _DATA.size == DATA_FIELDS.itemsize
@@ -60,18 +60,20 @@ class AddRequest:
     forks: tuple[Fork, ...] = ()
     cache_salt: str = ""
     adapter: str = ""
+    grammar: str = ""  # what the output has to follow, as llguidance writes it
     pooling: Pooling = Pooling.NONE
     is_normalized: bool = False  # of the embedding that `pooling` makes
 
     def encode(self) -> bytes:
         """Return the body of an ADD record."""
-        salt, adapter = self.cache_salt.encode(), self.adapter.encode()
+        salt, adapter, grammar = self.cache_salt.encode(), self.adapter.encode(), self.grammar.encode()
         fields = _ADD.pack(
             self.handle, self.seed, self.temperature, self.top_p, self.min_p, self.repetition_penalty,
             self.frequency_penalty, self.presence_penalty, self.top_k, self.max_tokens, self.min_tokens,
             self.eos_token_id, self.num_logprobs, self.num_prompt_logprobs, self.priority, self.pooling,
             self.is_normalized, len(self.forks), len(self.prompt_token_ids), len(self.stop_token_ids),
             len(self.allowed_token_ids), len(self.bad_token_ids), len(self.logit_bias), len(salt), len(adapter),
+            len(grammar),
         )  # fmt: skip
         forks = [number for fork in self.forks for number in fork]
         biases = [number for bias in self.logit_bias for number in bias]
@@ -86,6 +88,7 @@ class AddRequest:
                 struct.pack("<" + "if" * len(self.logit_bias), *biases),
                 salt,
                 adapter,
+                grammar,
             )
         )
 
@@ -101,15 +104,16 @@ class AddRequest:
         (
             handle, seed, temperature, top_p, min_p, repetition, frequency, presence, top_k, max_tokens, min_tokens,
             eos, num_logprobs, num_prompt_logprobs, priority, pooling, is_normalized, num_forks, num_prompt, num_stop,
-            num_allowed, num_bad, num_biases, salt_bytes, adapter_bytes,
+            num_allowed, num_bad, num_biases, salt_bytes, adapter_bytes, grammar_bytes,
         ) = _ADD.unpack_from(body)  # fmt: skip
         prompt_at = _ADD.size + 16 * num_forks
         ids_at = prompt_at + 4 * num_prompt
         salt_at = ids_at + 4 * (num_stop + num_allowed + num_bad) + 8 * num_biases
         adapter_at = salt_at + salt_bytes
-        if len(body) != adapter_at + adapter_bytes:
+        grammar_at = adapter_at + adapter_bytes
+        if len(body) != grammar_at + grammar_bytes:
             raise RecordError(
-                f"an ADD of {len(body)} bytes should be {adapter_at + adapter_bytes} bytes by its own counts"
+                f"an ADD of {len(body)} bytes should be {grammar_at + grammar_bytes} bytes by its own counts"
             )
         if pooling not in _POOLINGS or is_normalized > 1:
             raise RecordError(f"an ADD has pooling {pooling} and is_normalized {is_normalized}: at most 2 and 1")
@@ -125,7 +129,7 @@ class AddRequest:
             prompt_token_ids=np.frombuffer(body, "<i4", num_prompt, prompt_at), stop_token_ids=sections.stop_token_ids,
             allowed_token_ids=sections.allowed_token_ids, bad_token_ids=sections.bad_token_ids,
             logit_bias=sections.logit_bias, cache_salt=_text(body[salt_at:adapter_at]),
-            adapter=_text(body[adapter_at:]),
+            adapter=_text(body[adapter_at:grammar_at]), grammar=_text(body[grammar_at:]),
         )  # fmt: skip
 
 

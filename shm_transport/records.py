@@ -10,9 +10,10 @@ import enum
 import numpy as np
 
 MAGIC = int.from_bytes(b"ringsrv\0", "little")
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 CACHE_LINE_BYTES = 64
 ENGINE_HANDLE = 2**64 - 1  # in an ERROR record: the engine itself failed, not one request
+GRAMMAR_END = -2  # a stop_token_id: the grammar admits nothing after the row's last token, which is text
 MAX_LOGPROBS = 20  # alternatives for each token; the sampled token itself comes on top
 
 SEGMENT_HEADER = np.dtype(
@@ -91,7 +92,7 @@ class FinishReason(enum.IntEnum):
     """Why a row is its request's last one; 0 means that it goes on."""
 
     NONE = 0
-    STOP = 1  # EOS (stop_token_id -1) or one of the request's stop_token_ids
+    STOP = 1  # EOS (stop_token_id -1), a token of stop_token_ids, or the end of the grammar (GRAMMAR_END)
     LENGTH = 2
     ABORT = 3
     ERROR = 4
@@ -119,7 +120,7 @@ STEP_ROW_COLUMNS = (
     ("token_offset", "<u4"),  # first of the row's tokens in token_id
     ("num_tokens", "<u4"),
     ("finish_reason", "u1"),
-    ("stop_token_id", "<i4"),  # -1: none, or EOS
+    ("stop_token_id", "<i4"),  # -1: none, or EOS; or GRAMMAR_END
     ("num_cached_tokens", "<u4"),  # prompt tokens that came from the prefix cache
     ("queued_ns", "<u8"),  # CLOCK_MONOTONIC
     ("first_scheduled_ns", "<u8"),
@@ -136,7 +137,7 @@ STEP_LOGPROB_COLUMNS = (
 )
 
 # After them, in this order, each with as many items as its count says, without padding: forks, prompt token ids, stop,
-# allowed and bad token ids, logit biases, cache salt, adapter. Items of 8 bytes come first, so all are aligned.
+# allowed and bad token ids, logit biases, cache salt, adapter, grammar. 8-byte items come first, so all are aligned.
 ADD_FIELDS = np.dtype(
     [
         ("handle", "<u8"),
@@ -164,6 +165,8 @@ ADD_FIELDS = np.dtype(
         ("num_logit_biases", "<u4"),  # i4 token id and f4 bias each, added to the logit
         ("cache_salt_bytes", "<u4"),  # UTF-8; prompts of different salts share no cached block
         ("adapter_bytes", "<u4"),  # UTF-8; name of a LoRA adapter, empty: the model as it is
+        ("grammar_bytes", "<u4"),  # UTF-8; an llguidance grammar that the output has to follow, empty: none
+        ("reserved", "<u4"),  # 0; keeps the sections aligned
     ]
 )
 

@@ -59,7 +59,7 @@ class PagedRunner:
         self.model, self.device, self.max_model_len = model, device, max_model_len
         self.vocab_size, self.hidden_size, self.dtype = model.vocab_size, model.hidden_size, model.dtype
         self.adapters = model.adapters
-        self._load = load
+        self._load, self._shapes = load, model.shapes
         self.num_blocks = self.block_size = 0
         self.last_tokens = torch.zeros(0, dtype=torch.int64, device=device)  # of the rows of the step before
         self._is_deterministic = is_deterministic
@@ -70,9 +70,9 @@ class PagedRunner:
     def make_cache(self, num_blocks: int, block_size: int) -> None:
         """Make the cache, in the place of an earlier one, and on a GPU choose what attends over it."""
         self.num_blocks, self.block_size = num_blocks, block_size
-        self._cache = KVCache(self.model.shapes, num_blocks, block_size, self.device)
+        self._cache = KVCache(self._shapes, num_blocks, block_size, self.device)
         if self.device.type == "cuda" and not self._is_deterministic:
-            self._backend = choose_backend(list(self.model.shapes.values()), block_size, self.device)
+            self._backend = choose_backend(list(self._shapes.values()), block_size, self.device)
 
     def make_cache_for(self, config: EngineConfig) -> None:
         """Make a cache of the configured size.
@@ -85,7 +85,7 @@ class PagedRunner:
         num_blocks = choose_num_blocks(
             config.kv_cache_tokens,
             block_size=block_size,
-            token_bytes=sum(shape.num_bytes for shape in self.model.shapes.values()),
+            token_bytes=sum(shape.num_bytes for shape in self._shapes.values()),
             max_model_len=self.max_model_len,
             max_num_seqs=config.max_num_seqs,
             device=self.device,

@@ -255,6 +255,22 @@ def test_a_request_that_cannot_run_fails_alone(driver) -> None:
     assert str(MAX_MODEL_LEN).encode() in message.body
 
 
+def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(driver) -> None:
+    """The synthetic engine follows none; the tiny model has no tokenizer, and this is no grammar."""
+    good = driver.add(max_tokens=20)
+    bad = driver.add(grammar="start: (", forks=(Fork(3000, 1),))
+    driver.messages.clear()
+    assert len(driver.run(good)[good].tokens) == 20
+    deadline = time.monotonic() + 30
+    while not driver.messages:
+        assert time.monotonic() < deadline
+        driver.read()
+    assert {message.kind for message in driver.messages} == {RecordKind.ERROR}
+    failed = {int.from_bytes(message.body[:8], "little") for message in driver.messages}
+    assert bad in failed
+    assert failed <= {bad, 3000}
+
+
 def test_logprobs_come_for_those_who_ask(driver) -> None:
     plain, asking, sampled_only = driver.add(), driver.add(num_logprobs=2), driver.add(num_logprobs=0)
     driver.run(plain, asking, sampled_only)

@@ -191,7 +191,7 @@ class Driver:
 
     def step(self) -> Step:
         """Run one step and sort its rows."""
-        step = self.core.step()
+        step = self.core.step() or self.core.idle_step()
         self.data += self.core.take_data()
         for row, (handle, token_id) in enumerate(zip(step.handles.tolist(), step.token_ids.tolist(), strict=True)):
             assert handle not in self.finishes

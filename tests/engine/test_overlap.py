@@ -57,7 +57,7 @@ class LazyDevice:
             raise self.refuses
         rows = [
             SimpleNamespace(
-                handle=request.handle, params=request.params, seed=request.seed, logit_rules=None,
+                handle=request.handle, params=request.params, seed=request.seed, logit_rules=None, matcher=None,
                 num_output_tokens=request.num_output_tokens, output_token_ids=[],
             )
             for request in requests

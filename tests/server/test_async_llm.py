@@ -320,8 +320,8 @@ async def test_a_failure_in_one_output_ends_that_request_alone(
 ) -> None:
     detokenizer = model.tokenizer.detokenizer
 
-    def broken_for_666(prompt: list[int], *, skip_special_tokens: bool) -> Any:
-        return BrokenDetokenizer() if 666 in prompt else detokenizer(prompt, skip_special_tokens=skip_special_tokens)
+    def broken_for_666(prompt: list[int], **options: Any) -> Any:
+        return BrokenDetokenizer() if 666 in prompt else detokenizer(prompt, **options)
 
     monkeypatch.setattr(model.tokenizer, "detokenizer", broken_for_666)
     llm = start(**SLOW)

@@ -240,12 +240,16 @@ def test_an_id_that_can_be_none_is_a_value_error(real: RealTokenizer) -> None:
             detokenizer.decode(token_id)
 
 
-def byte_level_tokenizer(pieces: list[bytes]) -> Tokenizer:
+def byte_level_library(pieces: list[bytes]) -> LibraryTokenizer:
     letters = {byte: letter for letter, byte in BYTE_OF_LETTER.items()}
     vocab = {"".join(letters[byte] for byte in piece): n for n, piece in enumerate(pieces)}
     library = LibraryTokenizer(models.WordLevel(vocab, unk_token=next(iter(vocab))))
     library.decoder = decoders.ByteLevel()
-    return Tokenizer(library, {})
+    return library
+
+
+def byte_level_tokenizer(pieces: list[bytes]) -> Tokenizer:
+    return Tokenizer(byte_level_library(pieces), {})
 
 
 def test_no_byte_that_makes_a_character_certain_waits() -> None:
@@ -321,6 +325,25 @@ def test_other_kinds_give_what_decoding_the_whole_adds_to_the_prompt(
     text = "".join(detokenizer.decode(token_id) for token_id in output)
     before = library.decode(prompt, skip_special_tokens=skip_special_tokens)
     assert before + text == library.decode(prompt + output, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("make", [no_decoder, lambda: byte_level_library([b"a", b"b"])])
+def test_special_tokens_that_a_parser_must_see_are_text_and_the_others_are_not(
+    make: Callable[[], LibraryTokenizer],
+) -> None:
+    library = make()
+    library.add_special_tokens(["<tool_call>", "<|end|>"])
+    tokenizer = Tokenizer(library, {})
+    ids = [library.token_to_id(token) for token in ("<tool_call>", "a", "<|end|>")]
+
+    def text(**options: Any) -> str:
+        detokenizer = tokenizer.detokenizer([], **options)
+        return "".join(map(detokenizer.decode, ids)).replace(" ", "")
+
+    shown = frozenset({"<tool_call>", "</tool_call>"})
+    assert text(skip_special_tokens=True, shown=shown) == "<tool_call>a"
+    assert text(skip_special_tokens=True) == "a"
+    assert text(skip_special_tokens=False, shown=shown) == "<tool_call>a<|end|>"
 
 
 class ByteFallbackMetaspace:

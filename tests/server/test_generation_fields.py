@@ -66,8 +66,8 @@ def test_a_value_that_asks_for_nothing_is_taken(name: str, value: Any) -> None:
      ("moderation", {}), ("verbosity", "high"), ("modalities", ["audio"]), ("functions", [{}]),
      ("function_call", {"name": "f"}), ("logprob_token_ids", [1]), ("repetition_detection", {}),
      ("kv_transfer_params", {"a": 1}),
-     ("tool_choice", "required"), ("response_format", {"type": "json_object"}), ("suffix", "x"),
-     ("guided_json", {}), ("use_beam_search", True), ("structured_outputs", "")],
+     ("tool_choice", "required"), ("structural_tag", {"x": 1}), ("suffix", "x"),
+     ("guided_whitespace_pattern", "x"), ("use_beam_search", True)],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=f"^{name} is .* does not support") as caught:

@@ -11,7 +11,7 @@
 #include <sys/stat.h>
 #include <time.h>
 
-enum { HEADER_BYTES = 4096, RECORD_BYTES = 128, LINE_BYTES = 64, ADD_BYTES = 128 };
+enum { HEADER_BYTES = 4096, RECORD_BYTES = 128, LINE_BYTES = 64, ADD_BYTES = 136 };
 enum { STEP = 1, ATTACHED = 2, ADD = 16, ANY_FINISHED = 2, STOP = 1 };
 
 typedef struct {
@@ -39,7 +39,7 @@ static ring_t attach(const char *name, uint32_t kind, uint64_t epoch) {
     if (ring.memory == MAP_FAILED) DIE("cannot map %s\n", name);
     memcpy(&magic, "ringsrv", 8);
     expect("magic", GET(uint64_t, ring.memory), magic);
-    expect("version", GET(uint32_t, ring.memory + 8), 2);
+    expect("version", GET(uint32_t, ring.memory + 8), 3);
     expect("ring", GET(uint32_t, ring.memory + 12), kind);
     expect("file size", file.st_size, GET(uint64_t, ring.memory + 24));
     expect("epoch", GET(uint64_t, ring.memory + 32), epoch);

@@ -24,7 +24,8 @@ adds = st.builds(
     stop_token_ids=ids, allowed_token_ids=ids, bad_token_ids=ids,
     logit_bias=st.lists(st.tuples(i32, st.floats(width=32, allow_nan=False)), max_size=5).map(tuple),
     num_logprobs=i32, num_prompt_logprobs=i32, priority=i32, forks=st.lists(st.builds(Fork, u64, u64)).map(tuple),
-    cache_salt=st.text(), adapter=st.text(), pooling=st.sampled_from(Pooling), is_normalized=st.booleans(),
+    cache_salt=st.text(), adapter=st.text(), grammar=st.text(), pooling=st.sampled_from(Pooling),
+    is_normalized=st.booleans(),
 )  # fmt: skip
 datas = st.builds(
     Data,
@@ -69,10 +70,10 @@ def test_every_section_of_an_add_lies_where_the_layout_says() -> None:
     body = AddRequest(
         handle=7, prompt_token_ids=np.array([1, 2], np.int32), max_tokens=9, stop_token_ids=(3,),
         allowed_token_ids=(4, 5), bad_token_ids=(6,), logit_bias=((8, 0.5), (9, -2.0)), forks=(Fork(10, 11),),
-        cache_salt="salt", adapter="a",
+        cache_salt="salt", adapter="a", grammar="start",
     ).encode()  # fmt: skip
     expected = np.array([10, 11], "<u8").tobytes() + np.array([1, 2, 3, 4, 5, 6], "<i4").tobytes()
-    expected += np.array([(8, 0.5), (9, -2.0)], "<i4,<f4").tobytes() + b"salta"
+    expected += np.array([(8, 0.5), (9, -2.0)], "<i4,<f4").tobytes() + b"saltastart"
     assert body[ADD_FIELDS.itemsize :] == expected
 
 
@@ -85,7 +86,7 @@ def test_a_body_of_another_size_is_refused_with_both_sizes(sent: AddRequest | Da
             type(sent).decode(wrong)
 
 
-@given(st.one_of(st.binary(max_size=400), st.binary(min_size=128, max_size=128).map(lambda start: start + bytes(64))))
+@given(st.one_of(st.binary(max_size=400), st.binary(min_size=136, max_size=136).map(lambda start: start + bytes(64))))
 def test_garbage_is_refused_or_means_what_it_says(body: bytes) -> None:
     for kind in (AddRequest, Data):
         try:

@@ -1,0 +1,94 @@
+"""Finds and checks the grammars of requests before anything is generated, on a thread of its own.
+
+A hostile grammar keeps nobody waiting but other requests with grammars: its text is bounded, llguidance's limits bound
+its time and memory, and the work is done without the GIL.
+"""
+
+import asyncio
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from server.errors import RequestError
+from server.structured_output import Grammar, StructuredFields, find_grammar, has_structure
+from server.tokenizer import Tokenizer
+
+_NUM_KEPT = 64  # texts that are known to be good
+_MAX_MESSAGE_CHARS = 400
+_NEEDS_TOKENIZER = "no tokenizer"
+_LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # the engine's
+
+
+class _Bytes:
+    """A tokenizer of a token for each byte, for what needs no other: as small as it can be."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids: ClassVar[list[int]] = [256]
+    tokens: ClassVar[list[bytes]] = [*(bytes([byte]) for byte in range(256)), b"<end>"]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Return a text's tokens."""
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+class GrammarChecker:
+    """For one model. Loop thread only, but for what it does on its own."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._library_tokenizer: LLTokenizer | None = None
+        self._bytes = LLTokenizer(TokenizerWrapper(_Bytes()))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-check")
+        self._good: OrderedDict[str, None] = OrderedDict()  # the newest last
+
+    async def find(self, fields: StructuredFields) -> str:
+        """Return the grammar that a request asks for, checked; "" for plain text.
+
+        Raises:
+            RequestError: Naming the field at fault.
+        """
+        if not has_structure(fields):
+            return ""
+        grammar = await asyncio.get_running_loop().run_in_executor(self._thread, find_grammar, fields)
+        if grammar is None:
+            return ""
+        await self.check(grammar)
+        return grammar
+
+    async def check(self, grammar: str) -> None:
+        """Return if the engine can follow a grammar.
+
+        Raises:
+            RequestError: If it cannot, naming the field that the grammar comes from.
+        """
+        if grammar not in self._good:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._check, grammar)
+            if len(self._good) >= _NUM_KEPT:
+                self._good.popitem(last=False)
+            self._good[str(grammar)] = None
+
+    def _check(self, grammar: str) -> None:
+        is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=_LIMITS)
+        error = messages[0] if is_wrong else ""
+        if not is_wrong:
+            names_tokens = any(message.startswith(_NEEDS_TOKENIZER) for message in messages)
+            error = begin(grammar, self._full_tokenizer() if names_tokens else self._bytes)
+        if error:
+            field = grammar.field if isinstance(grammar, Grammar) else "grammar"
+            raise RequestError(f"{field}: {' '.join(error.split())[:_MAX_MESSAGE_CHARS]}", param=field)
+
+    def _full_tokenizer(self) -> LLTokenizer:
+        """Return the model's, for grammars that name special tokens; no others need its 50 MB."""
+        self._library_tokenizer = self._library_tokenizer or LLTokenizer(self._tokenizer.definition())
+        return self._library_tokenizer
+
+
+def begin(grammar: str, tokenizer: LLTokenizer) -> str:
+    """Return why a grammar cannot even be begun, "" if it can: its first mask shows what is too complex."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher.get_error()

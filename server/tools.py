@@ -1,0 +1,258 @@
+"""The request's side of tool calls: `tools`, `tool_choice`, what the prompt says of them, the grammar of forced calls.
+
+A call that tool_choice forces (required, or a named function) is written under a grammar, in a format of its own that
+no model can miss: a list of {"name": ..., "parameters": ...}, or the arguments alone.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from server.errors import RequestError, shown
+from server.structured_output import MAX_GRAMMAR_BYTES, Grammar, json_rule
+from server.tool_formats import NAMED, REQUIRED, TEXT
+from server.tool_parser import ToolFormat
+
+MAX_TOOLS = 128
+MAX_FORCED_CALLS = 16  # in one answer: a model that likes lists would not end its list
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_OPEN_ENDED = ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref")
+
+
+class FunctionDefinition(msgspec.Struct):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    """One of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(msgspec.Struct):
+    """A function by its name."""
+
+    name: str
+
+
+class FunctionChoice(msgspec.Struct, tag_field="type", tag="function"):
+    """`tool_choice`: this function, and no other."""
+
+    function: FunctionName
+
+
+class AllowedTool(msgspec.Struct):
+    """One of the tools that an AllowedToolsChoice leaves."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(msgspec.Struct):
+    """What an AllowedToolsChoice says."""
+
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+class AllowedToolsChoice(msgspec.Struct, tag_field="type", tag="allowed_tools"):
+    """`tool_choice`: some of the tools."""
+
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedToolsChoice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolUse:
+    """What a request wants of its tools.
+
+    Attributes:
+        functions: Those that the model is told of.
+        mode: none: it is told, and calls are not looked for; named: there is one function, and it is called.
+        is_parallel: Whether an answer may have several calls.
+    """
+
+    functions: tuple[FunctionDefinition, ...]
+    mode: Literal["none", "auto", "required", "named"]
+    is_parallel: bool = True
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The functions' names."""
+        return frozenset(function.name for function in self.functions)
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer is a call, by grammar."""
+        return self.mode in ("required", "named")
+
+    @property
+    def call_finish(self) -> str:
+        """The finish reason of an answer with calls; a named function's is OpenAI's."""
+        return "stop" if self.mode == "named" else "tool_calls"
+
+    def format(self, model_format: ToolFormat | None) -> ToolFormat:
+        """Return the format of the calls in the answer.
+
+        Raises:
+            RequestError: If it is the model's choice to call, and the format of its calls is not known.
+        """
+        if self.mode == "auto" and model_format is None:
+            raise RequestError(
+                "tools are given with tool_choice auto, and the format of this model's calls is not known: start with "
+                "--tool-call-parser, or use tool_choice required",
+                param="tool_choice",
+            )
+        formats = {"none": TEXT, "auto": model_format or TEXT, "required": REQUIRED, "named": NAMED}
+        return formats[self.mode]
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """Return `tools` as chat templates expect them."""
+        return [_shown_to_model(function) for function in self.functions]
+
+    def grammar(self, reasoning: bool | None) -> Grammar:
+        """Return the grammar of a forced call, in llguidance's Lark; each schema is a document with refs of its own.
+
+        Args:
+            reasoning: None: there is none; False: the model may think before it calls; True: the prompt begins that.
+
+        Raises:
+            RequestError: If a schema cannot be followed, or they are too long.
+        """
+        thought = {None: "", False: "thought? ", True: "thought "}[reasoning]
+        rules = [f"start: {thought}{'parameters_0' if self.mode == 'named' else 'calls'}"]
+        if reasoning is not None:
+            opening = "" if reasoning else '"<think>" '
+            rules += [f"thought: {opening}thinking /\\s{{0,4}}/", 'thinking[suffix="</think>"]: /(?s:.*)/']
+        if self.mode == "required":
+            more = f'(", " call){{0,{MAX_FORCED_CALLS - 1}}} ' if self.is_parallel else ""
+            calls = [f"call_{i}" for i in range(len(self.functions))]
+            rules += [f'calls: "[" call {more}"]"', f"call: {' | '.join(calls)}"]
+            rules += [_call_rule(i, function.name) for i, function in enumerate(self.functions)]
+        rules += [_parameters_rule(i, function) for i, function in enumerate(self.functions)]
+        grammar = Grammar("\n".join(rules))
+        if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
+            raise RequestError(f"tools make a grammar of more than {MAX_GRAMMAR_BYTES} bytes", param="tools")
+        grammar.field = "tools"
+        return grammar
+
+    def told(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages for a template that knows no tools: the functions in the system's turn, calls as text."""
+        text = self._instructions()
+        messages = [_with_calls_as_text(message) for message in messages]
+        if messages and messages[0]["role"] in ("system", "developer"):
+            first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
+            return [first, *messages[1:]]
+        return [{"role": "system", "content": text}, *messages]
+
+    def _instructions(self) -> str:
+        functions = "\n".join(_encode(tool["function"]) for tool in self.for_template())
+        if self.mode == "named":
+            how = f"Call {self.functions[0].name}: answer with nothing but its arguments, a JSON object."
+        elif self.mode == "required":
+            how = 'Answer with nothing but a JSON list of calls: [{"name": "...", "parameters": {...}}]'
+        else:
+            how = (
+                'To call a function, answer with <tool_call>{"name": "...", "arguments": {...}}</tool_call>, once for '
+                "each call. The results come in the next turn."
+            )
+        return f"You can call these functions:\n{functions}\n\n{how}"
+
+
+def tool_use(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolUse | None:
+    """Return what a request wants of its tools; None if it has none.
+
+    Raises:
+        RequestError: Naming the field.
+    """
+    if tools is None:
+        if choice not in (None, "none"):
+            raise RequestError(f"tool_choice is {shown(choice)} and tools is missing: give both", param="tool_choice")
+        return None
+    functions = _checked(tools)
+    if isinstance(choice, FunctionChoice):
+        return ToolUse(functions=_chosen(functions, [choice.function.name]), mode="named", is_parallel=False)
+    is_parallel = parallel is not False
+    if isinstance(choice, AllowedToolsChoice):
+        allowed = choice.allowed_tools
+        names = [tool.function.name for tool in allowed.tools]
+        return ToolUse(functions=_chosen(functions, names), mode=allowed.mode, is_parallel=is_parallel)
+    return ToolUse(functions=functions, mode=choice or "auto", is_parallel=is_parallel)
+
+
+def _checked(tools: list[Tool]) -> tuple[FunctionDefinition, ...]:
+    if not 1 <= len(tools) <= MAX_TOOLS:
+        raise RequestError(f"tools has {len(tools)} tools: 1 to {MAX_TOOLS}, or leave it out", param="tools")
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        name, parameters = tool.function.name, tool.function.parameters or {}
+        field = f"tools[{i}].function"
+        if not _NAME.fullmatch(name):
+            raise RequestError(f"{field}.name is {shown(name)}: 1 to 64 letters, digits, _ or -", param=f"{field}.name")
+        if name in names:
+            raise RequestError(f"{field}.name is {name!r} for the second time: names must differ", param="tools")
+        names.add(name)
+        if parameters.get("type", "object") != "object":
+            raise RequestError(
+                f"{field}.parameters has the type {shown(parameters['type'])}: must be a JSON schema of an object",
+                param=f"{field}.parameters",
+            )
+    return tuple(tool.function for tool in tools)
+
+
+def _chosen(functions: tuple[FunctionDefinition, ...], names: list[str]) -> tuple[FunctionDefinition, ...]:
+    known = [function.name for function in functions]
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
+        asked = shown(wrong[0]) if wrong else "no tool"
+        raise RequestError(f"tool_choice names {asked}: tools has {', '.join(known[:8])}", param="tool_choice")
+    return tuple(function for function in functions if function.name in names)
+
+
+def _shown_to_model(function: FunctionDefinition) -> dict[str, Any]:
+    told: dict[str, Any] = {"name": function.name}
+    if function.description is not None:
+        told["description"] = function.description
+    told["parameters"] = function.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": told}
+
+
+def _call_rule(index: int, name: str) -> str:
+    return f'call_{index}: "{{\\"name\\": \\"{name}\\", \\"parameters\\": " parameters_{index} "}}"'
+
+
+def _parameters_rule(index: int, function: FunctionDefinition) -> str:
+    """Return the rule of a function's arguments. Where their schema lists properties, a forced call has these alone."""
+    schema = {"type": "object", **(function.parameters or {"properties": {}})}
+    if "properties" in schema and not any(name in schema for name in _OPEN_ENDED):
+        schema["additionalProperties"] = False
+    return f"parameters_{index}: {json_rule(schema, field='tools')}"
+
+
+def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    texts = [message["content"]] if message["content"] else []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise RequestError(f"messages has a tool call {shown(call)}: it has no function", param="messages")
+        arguments = function.get("arguments", "{}")
+        raw = arguments if isinstance(arguments, str) else _encode(arguments)
+        texts.append(f'<tool_call>{{"name": {_encode(function.get("name"))}, "arguments": {raw}}}</tool_call>')
+    return {**message, "content": "\n".join(texts)}
+
+
+def _encode(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,111 @@
+"""Calls that tool_choice forces, by the default model, which has never seen a tool: the grammar makes them valid."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+from tests.e2e.conftest import RunningServer
+from tests.e2e.test_tools import calls_of, create, streamed
+
+
+class Weather(pydantic.BaseModel):
+    city: Literal["Paris", 'New "York"', "Zürich"]
+    days: int = pydantic.Field(ge=1, le=14)
+    parts: list[Literal["rain", "wind"]] = pydantic.Field(max_length=2)
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=12, pattern="^[A-Za-z ]+$")
+    weather: Weather | None
+
+
+MODELS: dict[str, type[pydantic.BaseModel]] = {"get_weather": Weather, "add_person": Person}
+TOOLS: list[Any] = [openai.pydantic_function_tool(model, name=name) for name, model in MODELS.items()]
+SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+SEEDS = range(10)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    running = RunningServer("--max-model-len", "2048")
+    yield openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    assert running.stop() == 0
+    assert running.leftovers() == []
+
+
+def check(choice: Any, finish: str) -> list[str]:
+    """Assert that a choice is valid calls and nothing else; return their names."""
+    calls = calls_of(choice)
+    assert calls
+    assert not choice.message.content
+    assert choice.finish_reason == finish
+    for name, arguments in calls:
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+        MODELS[name].model_validate_json(arguments)
+    return [name for name, _ in calls]
+
+
+def ask(client: openai.OpenAI, **options: Any) -> Any:
+    question = [{"role": "user", "content": "How is the weather in Paris?"}]
+    return create(client, **{"messages": question, "tools": TOOLS, "max_tokens": 1200, "temperature": 1.0} | options)
+
+
+def ask_all(client: openai.OpenAI, **options: Any) -> list[Any]:
+    """Ask with each seed, all at once; return the choices."""
+    with ThreadPoolExecutor(len(SEEDS)) as pool:
+        return list(pool.map(lambda seed: ask(client, seed=seed, **options).choices[0], SEEDS))
+
+
+def test_required_gives_valid_calls_whatever_the_seed(client: openai.OpenAI) -> None:
+    names = [check(choice, "tool_calls") for choice in ask_all(client, tool_choice="required")]
+    assert {name for called in names for name in called} == set(MODELS)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_named_function_is_called_with_valid_arguments_whatever_the_seed(client: openai.OpenAI, name: str) -> None:
+    for choice in ask_all(client, tool_choice={"type": "function", "function": {"name": name}}):
+        assert check(choice, "stop") == [name]
+
+
+def test_every_choice_has_calls_of_its_own_whole_and_streamed(client: openai.OpenAI) -> None:
+    whole = ask(client, tool_choice="required", n=2, seed=3)
+    assert len(whole.choices) == 2
+    options: dict[str, Any] = {"tools": TOOLS, "max_tokens": 1200, "temperature": 1.0, "n": 2, "seed": 3}
+    question: Any = [{"role": "user", "content": "How is the weather in Paris?"}]
+    stream = streamed(client, messages=question, tool_choice="required", **options)
+    for choice, again in zip(whole.choices, stream.choices, strict=True):
+        check(choice, "tool_calls")
+        assert calls_of(choice) == calls_of(again)
+        for call in again.message.tool_calls:
+            assert isinstance(call.function.parsed_arguments, MODELS[call.function.name])
+
+
+def test_one_call_alone_where_parallel_calls_are_off_and_allowed_tools_where_they_are_named(
+    client: openai.OpenAI,
+) -> None:
+    named = [{"type": "function", "function": {"name": "get_weather"}}]
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
+    for choice in ask_all(client, tool_choice="required", parallel_tool_calls=False):
+        assert len(check(choice, "tool_calls")) == 1
+    for choice in ask_all(client, tool_choice=allowed, parallel_tool_calls=False):
+        assert check(choice, "tool_calls") == ["get_weather"]
+
+
+def test_a_schema_that_cannot_be_followed_is_refused_when_the_call_is_forced(client: openai.OpenAI) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "integer", "divisibleBy": 2}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(openai.BadRequestError, match="divisibleBy") as caught:
+        ask(client, tools=tools, tool_choice="required")
+    assert caught.value.param == "tools"
+    assert ask(client, tools=tools, max_tokens=2).choices[0].message
+
+
+def test_with_tool_choice_auto_the_answer_may_be_text(client: openai.OpenAI) -> None:
+    for completion in (ask(client, max_tokens=20, temperature=0), ask(client, max_tokens=20, tool_choice="none")):
+        assert completion.choices[0].message.content
