@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from server import embeddings, model_routes, openai_routes, responses_routes, tokenize_routes
+from server import control_routes, embeddings, model_routes, openai_routes, responses_routes, tokenize_routes
 from server.endpoint import Endpoint
 from server.errors import MethodNotAllowedError, NotFoundError, RequestError, ServerError
 from server.json_response import JsonResponse, error_response
@@ -46,8 +46,9 @@ class VersionResponse(msgspec.Struct):
     version: str
 
 
-def build_app(serving: Serving) -> Starlette:
+def build_app(serving: Serving, *, has_dev_routes: bool = False) -> Starlette:
     """Return the application. Its life span starts the reader task, and ends the engine."""
+    endpoints = (*ENDPOINTS, *control_routes.ENDPOINTS) if has_dev_routes else ENDPOINTS
 
     @contextlib.asynccontextmanager
     async def life_span(_: Starlette) -> AsyncIterator[None]:
@@ -59,7 +60,7 @@ def build_app(serving: Serving) -> Starlette:
         await serving.llm.shutdown()
 
     app = Starlette(
-        routes=[endpoint.route() for endpoint in ENDPOINTS],
+        routes=[endpoint.route() for endpoint in endpoints],
         exception_handlers={
             ServerError: _server_error,
             HTTPException: _http_exception,
@@ -69,6 +70,7 @@ def build_app(serving: Serving) -> Starlette:
     )
     app.router.redirect_slashes = False
     app.state.serving = serving
+    app.state.endpoints = endpoints
     return app
 
 
@@ -91,7 +93,7 @@ async def version(request: Request) -> ASGIApp:
 
 async def openapi(request: Request) -> ASGIApp:
     """GET /openapi.json."""
-    return JsonResponse(make_document(ENDPOINTS, request.app.state.serving.version))
+    return JsonResponse(make_document(request.app.state.endpoints, request.app.state.serving.version))
 
 
 ENDPOINTS = (

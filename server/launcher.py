@@ -106,7 +106,7 @@ def _serving(config: ServeConfig, llm: AsyncLLM) -> Serving:
     return Serving(
         llm=llm,
         model_names=_model_names(config, llm.model.directory_name),
-        adapters=config.adapter_names,
+        adapters=list(config.adapter_names),
         version=importlib.metadata.version("ringserve"),
         max_body_bytes=config.max_body_mb * 2**20,
         responses=ResponseStore(config.max_stored_responses),
@@ -123,7 +123,7 @@ def _model_names(config: ServeConfig, directory_name: str) -> tuple[str, ...]:
 
 def _uvicorn_config(config: ServeConfig, serving: Serving) -> uvicorn.Config:
     return uvicorn.Config(
-        build_app(serving),
+        build_app(serving, has_dev_routes=config.enable_dev_routes),
         http=RingserveProtocol,
         loop="uvloop",
         ws="none",

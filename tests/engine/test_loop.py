@@ -35,7 +35,7 @@ class Scripted:
     def drain(self) -> list[InMessage]:
         return self._inboxes.pop(0)
 
-    def wait(self) -> list[InMessage]:
+    def wait(self, slice_s: float) -> list[InMessage]:
         self.events.append("wait")
         return self._inboxes.pop(0)
 
@@ -87,6 +87,13 @@ class Scripted:
 
     def take_data(self) -> list[Data]:
         return []
+
+    def finish(self) -> Step | None:
+        self.events.append("finish")
+        return None
+
+    def stats(self) -> dict[str, int]:
+        return {}
 
     def limits(self) -> dict[str, int]:
         return {"num_blocks": 3}
