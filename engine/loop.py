@@ -13,6 +13,7 @@ from shm_transport.request_ring import Abort
 from shm_transport.step import Step
 
 _COLLECT_EVERY = 4096  # steps, for an engine that is never idle
+_CHANGES = (Abort, (Abort, AddRequest))  # messages after which figures are told although no step follows; if paused
 
 
 def run(engine: Engine, link: EngineLink, step_log: StepLog | None = None) -> None:
@@ -46,7 +47,7 @@ def _serve(link: EngineLink, control: Control, stepper: Stepper, idle_step: Call
         if control.has_step:
             stepper.run()
             num_steps += 1
-        elif any(isinstance(message, Abort) or control.is_paused for message in messages):
+        elif any(isinstance(message, _CHANGES[control.is_paused]) for message in messages):
             link.publish(idle_step())
         control.retry()
         if num_steps >= _COLLECT_EVERY or (num_steps and is_idle and not messages):

@@ -21,7 +21,7 @@ class _Reply(msgspec.Struct):
 
 
 class EngineCalls:
-    """Futures of the engine's replies. Whoever notices that the engine is gone calls `fail_all`: none is left pending."""
+    """Futures of the engine's replies; none is left pending if whoever notices the engine's end calls `fail_all`."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
