@@ -59,7 +59,7 @@ def test_wrong_calls_are_request_errors_and_harm_nothing(llm: AsyncLLM) -> None:
     async def test() -> None:
         wrong: list[tuple[Any, ...]] = [("dance",), ("shutdown",), ("sleep", 7), ("stats", object())]
         for method, *args in wrong:
-            with pytest.raises(RequestError, match=method):
+            with pytest.raises(RequestError, match="level" if method == "sleep" else method):
                 await llm.call(method, *args)
         for order in (llm.pause_generation(mode="all"), llm.sleep(3), llm.load_lora_adapter("a", "/a")):
             with pytest.raises(RequestError):
