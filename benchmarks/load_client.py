@@ -7,6 +7,7 @@ engine or a floor looks. `Outcome.client_cpu_ns` shows that it is not what limit
 import asyncio
 import mmap
 import multiprocessing
+import socket
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -17,10 +18,13 @@ import numpy as np
 import posix_ipc
 import uvloop
 
-from benchmarks.processes import cpu_ns
+from benchmarks.processes import cores, cpu_ns, pin
 
 END = b"0\r\n\r\n"  # of a chunked body
 _TIMEOUT_S = 120  # of a load; then its streams and the engine wait for each other
+# Of a client that stalls. With loopback's own buffers and 64 KiB segments the kernel takes megabytes of each stream
+# before the server sees that nobody reads; over a network it does not.
+_STALL_RCVBUF, _STALL_MSS = 4096, 1460
 _SETTLE_S = 0.03  # for the server to finish what it does before the first and after the last byte
 
 
@@ -34,7 +38,7 @@ class Load:
         num_events: Of all streams together, if no event is merged.
         counter: The lockstep engine's file.
         doorbell: A semaphore's name, posted when another N events are here and more must come: a floor's next tick.
-        stall_s: Stop reading at the first byte, and stay so for this long.
+        stall_s: Stop reading at the first byte, and stay so for this long, with buffers as over a network.
     """
 
     port: int
@@ -84,6 +88,7 @@ class LoadClient:
         self._pipe, other = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("fork").Process(target=_serve, args=(other,), daemon=True)
         self._process.start()
+        pin(self._process.pid, cores()[1])
 
     def run(self, load: Load) -> Outcome:
         """Run a load to its end."""
@@ -148,9 +153,8 @@ class _Run:
 
     async def run(self) -> Outcome:
         """Connect, ask, wait for the end."""
-        loop = asyncio.get_running_loop()
         streams = [_Stream(self) for _ in range(self.load.num_streams)]
-        await asyncio.gather(*(loop.create_connection(lambda s=s: s, "127.0.0.1", self.load.port) for s in streams))
+        await asyncio.gather(*map(self._connect, streams))
         await asyncio.sleep(_SETTLE_S)
         cpu_before_ns, own_before_ns = cpu_ns(self.load.pid), time.process_time_ns()
         started_ns = time.monotonic_ns()
@@ -175,6 +179,15 @@ class _Run:
         for stream in streams:
             stream.close()
         return outcome
+
+    async def _connect(self, stream: "_Stream") -> None:
+        loop, connection = asyncio.get_running_loop(), socket.socket()
+        connection.setblocking(False)
+        if self.load.stall_s:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _STALL_RCVBUF)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _STALL_MSS)
+        await loop.sock_connect(connection, ("127.0.0.1", self.load.port))
+        await loop.create_connection(lambda: stream, sock=connection)
 
     def arrived(self, num_events: int) -> None:
         """Count events, where the engine and the floor see it."""

@@ -14,13 +14,15 @@ Variants: a stop string that never begins, so that nothing is held back; include
 CPU is of the serving process alone. token: slope from 1 to T tokens. req: the run with 1 token, for each request.
 Connections are open before, so that accepting them is in neither. added: the client's clock when it has read an event
 minus the engine's publish stamp of that event's step, in steps that all N streams are in. Figures are medians over
-rounds, latencies over all rounds. `--quick` takes the target cells only.
+rounds, latencies over all rounds. The serving process has a core to itself (processes.py). `--quick` takes the target
+cells only.
 """
 
 import argparse
 import contextlib
 import functools
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -39,7 +41,7 @@ from rich.table import Table
 from benchmarks import output_path_limits, report
 from benchmarks.load_client import Load, LoadClient, Outcome, http_request
 from benchmarks.output_path_plot import plot
-from benchmarks.processes import Listening, SyntheticServer
+from benchmarks.processes import Listening, StepLog, SyntheticServer, cores, pin
 from benchmarks.report import Target
 
 STEP_MS = 20
@@ -89,6 +91,7 @@ CELLS = [
     *(Cell("server", "free", n, endpoint) for endpoint in PATHS for n in NUM_STREAMS),
     *(Cell("server", "free", 64, endpoint, "whole") for endpoint in PATHS),
     *(Cell("server", f"{STEP_MS} ms", n, endpoint) for endpoint in PATHS for n in (1, 64, 256)),
+    *(Cell("raw", f"{STEP_MS} ms", n) for n in (1, 64, 256)),
 ]
 QUICK_CELLS = [
     *(cell for cell in LOCKSTEP if cell.num_streams in (64, 256) or cell == Cell("server", "lockstep", 1)),
@@ -96,7 +99,7 @@ QUICK_CELLS = [
     *(Cell(kind, "lockstep", 64) for kind in ("asgi", "fallback")),
     *(Cell("server", "lockstep", 64, "completions", variant) for variant in ("stop", "usage", "logprobs")),
     Cell("server", "free", 64, "completions", "whole"),
-    *(Cell("server", f"{STEP_MS} ms", n) for n in (1, 64)),
+    *(Cell(kind, f"{STEP_MS} ms", n) for kind in ("server", "raw") for n in (1, 64)),
 ]
 EVENT_SIZES = [Cell(kind, "lockstep", 64, endpoint) for endpoint in PATHS for kind in ("server", "raw", "asgi")]
 
@@ -175,7 +178,11 @@ class Bench:
             ("server", "free"): start(),
             ("server", f"{STEP_MS} ms"): start("--step-time-ms", str(STEP_MS)),
         }
-        self._floors = {kind: Listening("benchmarks.floors", kind, doorbell.name) for kind in ("raw", "asgi")}
+        self._floors = {}
+        self._steps = {key: server.steps for key, server in self.servers.items()}
+        for kind in ("raw", "asgi"):
+            self._steps[kind, f"{STEP_MS} ms"] = steps = StepLog(folder / kind)
+            self._floors[kind] = Listening("benchmarks.floors", kind, doorbell.name, str(steps.path))
         for process in (*self.servers.values(), *self._floors.values()):
             stack.callback(process.close)
         self._payloads: dict[str, bytes] = {}
@@ -210,8 +217,10 @@ class Bench:
         }  # fmt: skip
         if cell.subject in self._floors:
             floor = self._floors[cell.subject]
-            request = http_request(f"/{num_streams}/{num_tokens}", self._payload(cell.endpoint))
-            return Load(port=floor.port, pid=floor.pid, request=request, doorbell=self._doorbell, **shape)
+            is_paced = cell.pacing != "lockstep"
+            path = f"/{num_streams}/{num_tokens}" + (f"/{STEP_MS}" if is_paced else "")
+            request, doorbell = http_request(path, self._payload(cell.endpoint)), None if is_paced else self._doorbell
+            return Load(port=floor.port, pid=floor.pid, request=request, doorbell=doorbell, **shape)
         server = self.servers[cell.subject, cell.pacing]
         body = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
         body |= PROMPTS[cell.endpoint] | VARIANTS[cell.endpoint, cell.variant]
@@ -229,8 +238,8 @@ class Bench:
         return self._payloads[endpoint]
 
     def _new_steps(self, cell: Cell) -> np.ndarray | None:
-        server = self.servers.get((cell.subject, cell.pacing))
-        return None if server is None else server.new_steps()
+        log = self._steps.get((cell.subject, cell.pacing))
+        return None if log is None else log.new_steps()
 
 
 def check_lockstep(steps: np.ndarray, outcome: Outcome) -> None:
@@ -417,6 +426,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         client = LoadClient()
         stack.callback(client.close)
+        pin(os.getpid(), cores()[1])
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bench = Bench(client, folder, stack)
         limits = output_path_limits.Limits(client, bench.servers["server", f"{STEP_MS} ms"])
@@ -435,7 +445,8 @@ def main() -> None:
     if options.json is not None:
         plot({cell: s for cell, s in samples.items() if not cell.variant}, options.json)
     result = {
-        "is_quick": options.quick, "memory": memory, "event_loop": block, "stalled_clients": stalled,
+        "is_quick": options.quick, "serving_core": sorted(cores()[0]), "other_cores": sorted(cores()[1]),
+        "memory": memory, "event_loop": block, "stalled_clients": stalled,
         "request_us_slope": request_us, "cells": [figures_of(cell, s) for cell, s in samples.items()],
         "skipped": [asdict(cell) | {"reason": reason} for cell, reason in bench.skipped.items()],
     }  # fmt: skip

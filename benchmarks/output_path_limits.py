@@ -18,7 +18,8 @@ from benchmarks.report import Target
 from server import model_path
 
 ENDLESS = 50_000_000  # tokens: more than any run generates
-_STALL_SETTLE_S = 2.0  # until every buffer between the server and a client that does not read is full
+_STALL_SETTLE_S = 4.0  # until every buffer between the server and a client that does not read is full
+_MOST_LEFT = 0.01  # of the pending text: what the kernel may still have taken
 _PROBE_GAP_S = (0.0005, 0.0025)
 _PING = b"GET /ping HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 _SYNTHETIC_TEXT = Path(__file__).parents[1] / "engine" / "synthetic_text.txt"
@@ -64,16 +65,22 @@ class Limits:
         """Return how memory grows while clients do not read and a free-running engine goes on.
 
         It counts from when all buffers on the way are full: whatever is generated from then on is pending output.
+
+        Raises:
+            RuntimeError: If the sockets' buffers went on filling: then some of it has left the process.
         """
         rate = _text_bytes_per_token()
         self._client.start(replace(load, stall_s=stall_s + _STALL_SETTLE_S + 0.5))
         time.sleep(_STALL_SETTLE_S)
-        server.new_steps()
-        before_bytes, started_s = rss_bytes(server.pid), time.monotonic()
+        server.steps.new_steps()
+        before_bytes, queued_bytes, started_s = rss_bytes(server.pid), _queued_bytes(server.port), time.monotonic()
         time.sleep(stall_s)
-        num_tokens = int(server.new_steps()[:, 2].sum())
+        num_tokens = int(server.steps.new_steps()[:, 2].sum())
         grown_bytes, elapsed_s = rss_bytes(server.pid) - before_bytes, time.monotonic() - started_s
+        num_left = _queued_bytes(server.port) - queued_bytes
         self._client.result()
+        if num_left > _MOST_LEFT * num_tokens * rate:
+            raise RuntimeError(f"clients that should have stalled took {num_left} bytes of {num_tokens} tokens")
         return {
             "num_clients": load.num_streams, "elapsed_s": elapsed_s, "num_tokens": num_tokens,
             "pending_text_mb": num_tokens * rate / 1e6, "grown_mb": grown_bytes / 1e6,
@@ -127,6 +134,13 @@ def _probe(port: int, client: LoadClient) -> list[tuple[int, int]]:
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
             probes.append((begin_ns, time.monotonic_ns()))
     return probes
+
+
+def _queued_bytes(port: int) -> int:
+    """Return what the kernel holds for the connections of a port, sent and not read, or not sent yet."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    queues = [row[4].split(":") for row in rows if f"{port:04X}" in (row[1].split(":")[1], row[2].split(":")[1])]
+    return sum(int(sent, 16) + int(received, 16) for sent, received in queues)
 
 
 def _text_bytes_per_token() -> float:

@@ -104,6 +104,7 @@ class Control:
         if self._held:
             self._aborted += handles
         self._engine.abort(handles)
+        self._link.note_aborted(len(handles))
 
     def call(self, call: Call) -> bool:
         """Carry out a CALL, or begin to; return whether it was the order to shut down."""

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from collections import deque
 
 from engine.interface import RequestFailedError
@@ -64,6 +65,11 @@ class EngineLink:
         published_ns = self._writer.publish(step)
         self._count_stalls()
         return published_ns
+
+    def note_aborted(self, num_handles: int) -> None:
+        """Have the next step records say that aborts have been carried out."""
+        self._writer.num_aborted += num_handles
+        self._writer.aborted_ns = time.monotonic_ns()
 
     def send_ready(self, limits: dict[str, int]) -> None:
         """Tell the server that requests may come."""

@@ -7,7 +7,8 @@ turns out to be its last has one more row in the next step, whose token is throw
 never registered. Requests known to end, by their length, are not scheduled again.
 
 A step that needs the host is computed alone: no other step is in flight then. That is so for logprobs, for grammars,
-and for rules whose next logits depend on tokens that the host must have seen; `needs_host` says which requests have any.
+and for rules whose next logits depend on tokens that the host must have seen; `needs_host` says which requests have
+any.
 
 For GPUs, on the engine's loop thread. On a CPU the host and the device are the same, and EngineCore is the engine.
 """

@@ -21,6 +21,8 @@ from server import control_routes, embeddings, model_routes, openai_routes, resp
 from server.endpoint import Endpoint
 from server.errors import MethodNotAllowedError, NotFoundError, RequestError, ServerError
 from server.json_response import JsonResponse, error_response
+from server.metrics_export import MetricsCollector, metrics
+from server.metrics_process import ProcessClock
 from server.openapi import make_document
 from server.request_id import echoed_header
 from server.serving import Serving
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # New objects, and younger collections, before the next one of each age. Tokens make no cyclic garbage, and a collection
 # of everything holds the loop for 14 to 26 ms among 256 streams.
-_GC_THRESHOLDS = (20_000, 20, 50)
+_GC_THRESHOLDS = (5_000, 4, 50)
 
 
 class LoadResponse(msgspec.Struct):
@@ -50,13 +52,17 @@ def build_app(serving: Serving, *, has_dev_routes: bool = False) -> Starlette:
     """Return the application. Its life span starts the reader task, and ends the engine."""
     endpoints = (*ENDPOINTS, *control_routes.ENDPOINTS) if has_dev_routes else ENDPOINTS
 
+    process_clock = ProcessClock()
+
     @contextlib.asynccontextmanager
     async def life_span(_: Starlette) -> AsyncIterator[None]:
         serving.llm.start()
         gc.collect()
         gc.freeze()  # what is there now stays: later collections need not look at it
         gc.set_threshold(*_GC_THRESHOLDS)
+        process_clock.start()
         yield
+        process_clock.stop()
         await serving.llm.shutdown()
 
     app = Starlette(
@@ -71,6 +77,7 @@ def build_app(serving: Serving, *, has_dev_routes: bool = False) -> Starlette:
     app.router.redirect_slashes = False
     app.state.serving = serving
     app.state.endpoints = endpoints
+    app.state.metrics_collector = MetricsCollector(serving.llm, process_clock, serving.model_names[0])
     return app
 
 
@@ -106,6 +113,9 @@ ENDPOINTS = (
     Endpoint(path="/ping", handler=health, summary="Do as /health", methods=("GET", "POST")),
     Endpoint(path="/load", handler=load, summary="Count live requests", methods=("GET",), answer=LoadResponse),
     Endpoint(path="/version", handler=version, summary="Name the version", methods=("GET",), answer=VersionResponse),
+    Endpoint(
+        path="/metrics", handler=metrics, summary="Count for Prometheus", methods=("GET",), media_type="text/plain"
+    ),
     Endpoint(
         path="/openapi.json", handler=openapi, summary="Describe all of this", methods=("GET",), answer=dict[str, Any]
     ),

@@ -20,6 +20,7 @@ from server.engine_process import EngineProcess
 from server.errors import EngineDeadError, EngineGenerateError, OverloadedError, RequestError, ServerError
 from server.hop_clock import HopClock, HopTimes
 from server.input_processor import EncodeRequest, GenerateRequest, InputProcessor, ProcessedRequest
+from server.metrics import Metrics
 from server.model_info import ModelInfo
 from server.model_path import locate_tokenizer
 from server.output_processor import OutputProcessor
@@ -53,7 +54,10 @@ class _Pipe:
 
     def __init__(self, engine: EngineProcess, model: ModelInfo, stream_interval: int) -> None:
         self.engine = engine
-        self.outputs = OutputProcessor(model.tokenizer, self.abort, stream_interval=stream_interval)
+        self.metrics = Metrics()
+        self.outputs = OutputProcessor(
+            model.tokenizer, self.abort, stream_interval=stream_interval, metrics=self.metrics
+        )
         self.calls = EngineCalls(engine.outbox)
         self.load = Load()
         self.num_coalesced = 0
@@ -93,6 +97,7 @@ class _Pipe:
     def abort(self, handles: list[int]) -> None:
         """Have the engine drop sequences."""
         self.engine.outbox.abort(handles)
+        self.metrics.note_abort(self.engine.outbox.num_aborted)
         self.flush()
 
     def flush(self) -> None:
@@ -204,6 +209,16 @@ class AsyncLLM(EngineClient):
         return self._pipe.hop_clock.snapshot()
 
     @property
+    def engine_limits(self) -> dict[str, int]:
+        """What the engine said of itself in READY."""
+        return self._pipe.engine.limits
+
+    @property
+    def metrics(self) -> Metrics:
+        """What has been counted until now."""
+        return self._pipe.metrics
+
+    @property
     def num_live(self) -> int:
         """Sequences that the front end has not ended."""
         return self._pipe.outputs.num_live
@@ -263,6 +278,7 @@ class AsyncLLM(EngineClient):
             raise self.dead_error
         num_live = self._pipe.outputs.num_live
         if num_live + num_sequences > self._max_num_queued_reqs:
+            self._pipe.metrics.rejections["max_num_queued_reqs"] += 1
             raise OverloadedError(
                 f"{num_live} requests are queued or running, {num_sequences} more exceed the limit of "
                 f"{self._max_num_queued_reqs} (--max-num-queued-reqs): try again later"
@@ -287,6 +303,8 @@ class AsyncLLM(EngineClient):
             states = [pipe.outputs.add(request, index, collector) for index in indexes]
             pipe.engine.outbox.add(request.engine_request([state.handle for state in states]))
             pipe.flush()
+            if not request.pooling:
+                pipe.metrics.note_request(params.n, request.max_tokens)
         except BaseException:
             self.release(collector)
             raise
@@ -395,13 +413,17 @@ async def _drain(pipe: _Pipe) -> None:
 
 
 async def _process(pipe: _Pipe, is_behind: bool) -> None:
-    record = pipe.engine.reader.read()
+    record, outputs = pipe.engine.reader.read(), pipe.outputs
     if isinstance(record, StepRecord):
         read_ns = time.monotonic_ns()
         pipe.load.num_running, pipe.load.num_waiting = record.header.num_running, record.header.num_waiting
-        await pipe.outputs.process(record, is_behind)
+        num_late_rows, num_late_tokens = outputs.num_late_rows, outputs.num_late_tokens
+        pipe.metrics.begin(record, outputs.is_live)
+        await outputs.process(record, is_behind)
         text_ns = time.monotonic_ns()
-        pipe.engine.waiter.note(record.header.published_ns)
+        pipe.metrics.end(record, outputs.num_late_rows - num_late_rows, outputs.num_late_tokens - num_late_tokens)
+        if record.handles:  # else it has figures alone, and keeps no rhythm
+            pipe.engine.waiter.note(record.header.published_ns)
         await pipe.outputs.yield_to_loop()
         pipe.hop_clock.note(record.header, read_ns, text_ns)
     elif isinstance(record, Message):

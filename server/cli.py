@@ -1,14 +1,18 @@
-"""The command line: `ringserve serve [MODEL]`, `ringserve pull`. Options are made from the fields of ServeConfig."""
+"""The command line: `ringserve serve [MODEL]`, `bench URL`, `pull`. Options are made from the configs."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import json
 import sys
 import types
 import typing
+from collections.abc import Callable
 from typing import Any
 
+from server.bench.config import BenchConfig
 from server.config import ServeConfig
 from server.errors import StartupError
 
@@ -16,8 +20,9 @@ from server.errors import StartupError
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; return the exit status: 0 well ended, 1 the engine died, 2 a bad flag, model or port."""
     options = _parser().parse_args(arguments)
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {"serve": _serve, "bench": _bench, "pull": _pull}
     try:
-        return _pull() if options.command == "pull" else _serve(options)
+        return commands[options.command](options)
     except StartupError as exc:
         print(f"ringserve: error: {exc}", file=sys.stderr)
         return 2
@@ -26,16 +31,35 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(ServeConfig)}
-    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    config = ServeConfig(**values)
-    from server import launcher  # after the flags are checked: --help and errors need none of it
+    config = ServeConfig(**_values(options, ServeConfig))
+    from server import launcher, log_format  # after the flags are checked: --help and errors need none of it
 
-    launcher.configure_logging()
+    log_format.configure_logging(config.log_format)
     return launcher.serve(config)
 
 
-def _pull() -> int:
+def _bench(options: argparse.Namespace) -> int:
+    config = BenchConfig(**_values(options, BenchConfig))
+    from server.bench import command  # aiohttp takes as long to import as the server
+
+    return command.bench(config)
+
+
+def _values(options: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
+    return {field.name: _listed(getattr(options, field.name)) for field in dataclasses.fields(config)}
+
+
+def _listed(value: Any) -> Any:
+    """Return an option's list as a tuple; it may also be given as one JSON list, as vLLM's command line has it."""
+    if not isinstance(value, list):
+        return value
+    if len(value) == 1 and value[0].startswith("["):
+        with contextlib.suppress(ValueError):
+            return tuple(map(str, json.loads(value[0])))
+    return tuple(value)
+
+
+def _pull(_: argparse.Namespace) -> int:
     from server.model_path import pull_default_model
 
     print(pull_default_model())
@@ -60,15 +84,27 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="a local Hugging Face directory or a hub id; SmolLM2-135M-Instruct if there is none",
     )
-    groups: dict[str, Any] = {}
-    for field in dataclasses.fields(ServeConfig):
-        if field.name != "model":
-            title = field.metadata.get("group", "server and engine")
-            if title not in groups:
-                groups[title] = serve.add_argument_group(title)
-            _add_option(groups[title], field)
+    _add_options(serve, ServeConfig, positional="model")
+    bench = commands.add_parser(
+        "bench",
+        help="measure a server: latencies and throughput under load",
+        description="Put load on any OpenAI-compatible server; print what its users would see.",
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=34),
+    )
+    bench.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
+    _add_options(bench, BenchConfig, positional="url")
     commands.add_parser("pull", help="download and convert the default model, and print its directory")
     return parser
+
+
+def _add_options(parser: argparse.ArgumentParser, config: type[Any], *, positional: str) -> None:
+    groups: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        if field.name != positional:
+            title = field.metadata.get("group", "server and engine")
+            if title not in groups:
+                groups[title] = parser.add_argument_group(title)
+            _add_option(groups[title], field)
 
 
 def _add_option(parser: Any, field: "dataclasses.Field[Any]") -> None:

@@ -1,13 +1,17 @@
 """Configuration of `ringserve serve`: each setting written once; the command line is made from these fields."""
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from server.chat_settings import REASONING_PARSERS, TOOL_PARSERS
 from server.errors import StartupError
+from server.log_format import FORMATS
 from shm_transport.strategies import STRATEGIES
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")  # as browsers send it
 
 
 def _option(default: Any, help_text: str, metavar: str | None = None, **extra: Any) -> Any:
@@ -33,6 +37,12 @@ class ServeConfig:
         "none", "think: <think>...</think> becomes reasoning_content", choices=REASONING_PARSERS
     )
     chat_template: str | None = _option(None, "a file with a Jinja chat template, or the template itself", "TEMPLATE")
+    allowed_origins: tuple[str, ...] = _option(
+        (), "origins whose pages may use the server, such as https://example.org; * for all; none if unset", "ORIGIN"
+    )
+    allowed_methods: tuple[str, ...] = _option((), "methods that those pages may use; all if unset", "METHOD")
+    allowed_headers: tuple[str, ...] = _option((), "headers that those pages may send; all if unset", "HEADER")
+    allow_credentials: bool = _option(False, "those pages may send cookies")
     max_num_queued_reqs: int = _option(2048, "live sequences beyond which new requests get a 503", "N")
     max_stored_responses: int = _option(1024, "responses kept for previous_response_id; 0 keeps none", "N")
     max_body_mb: int = _option(16, "largest request body, MiB", "MIB")
@@ -61,6 +71,10 @@ class ServeConfig:
     max_num_batched_tokens: int | None = _option(None, "prompt tokens in a step; by the device if unset", "N")
     max_model_len: int | None = _option(None, "longest prompt and output together, tokens; the model's if unset", "N")
     max_num_seqs: int | None = _option(None, "sequences that run at once; the engine's choice if unset", "N")
+    log_format: str = _option("text", "of the log, on stderr", choices=FORMATS)
+    enable_log_requests: bool = _option(False, "log each request that has ended: tokens, times, how it ended")
+    log_prompts: bool = _option(False, "with --enable-log-requests: the prompt's text too")
+    disable_log_stats: bool = _option(False, "no line each ten seconds with rates and queue lengths")
     step_log: str | None = _option(None, "write each step's publish stamp, rows and tokens there", "FILE")
     step_time_ms: float = _synthetic(0.0, "time of a step; 0 is free-running", "MS")
     tokens_per_step: int = _synthetic(1, "tokens of each request in a step", "N")
@@ -83,12 +97,22 @@ class ServeConfig:
                 raise StartupError(f"--{each.name.replace('_', '-')} is {value!r}: one of {', '.join(choices)}")
         if self.port > 65535:
             raise StartupError(f"--port is {self.port}: at most 65535")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise StartupError(f"--allowed-origins has {origin!r}: write * or scheme://host[:port], without a path")
         self._check_adapters()
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
         """The models that the adapters are served as."""
         return tuple(adapter.partition("=")[0] for adapter in self.adapters)
+
+    def shown(self) -> str:
+        """Return every setting that has a value, for the log; secrets only as set."""
+        values = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.metadata.get("is_shown", True)
+        }
+        return ", ".join(f"{name}={value!r}" for name, value in values.items() if value not in (None, ()))
 
     def engine_config(self, tokenizer: Path) -> dict[str, Any]:
         """Return the engine process's configuration, without its rings.

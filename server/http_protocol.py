@@ -22,8 +22,10 @@ _MAX_PIPELINED = 64
 class TransportSink:
     """A Sink (server/sink.py) that writes HTTP/1.1 chunks to the transport, in the caller's own call."""
 
-    def __init__(self, protocol: "RingserveProtocol", cycle: RequestResponseCycle) -> None:
+    def __init__(self, protocol: "RingserveProtocol", cycle: RequestResponseCycle, *added: Headers) -> None:
+        """Make the sink of one response; each layer around the application may have headers `added` to its head."""
         self.on_writable: Callable[[], None] | None = None
+        self._added = [header for headers in added for header in headers]
         self._cycle = cycle
         self._flow = cycle.flow
         self._transport = cycle.transport
@@ -42,7 +44,7 @@ class TransportSink:
         cycle.response_started = True
         cycle.waiting_for_100_continue = False
         lines = [STATUS_LINE[status]]
-        lines += [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
+        lines += [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers, *self._added)]
         if not cycle.keep_alive:
             lines.append(b"connection: close\r\n")
         if self._is_chunked:

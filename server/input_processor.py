@@ -1,6 +1,7 @@
 """From a prompt and sampling parameters to engine requests: render, tokenize, validate. Knows no HTTP."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -38,6 +39,7 @@ class GenerateRequest:
     truncation: "Truncation | None" = None
     priority: int = 0  # lower runs earlier
     cache_salt: str = ""  # prompts of different salts share no cached block
+    arrival_ns: int = field(default_factory=time.monotonic_ns)
     adapter: str = ""  # name of a LoRA adapter that the engine has; none: the model as it is
     name: str = "prompt"  # what errors call it
 
@@ -56,6 +58,7 @@ class EncodeRequest:
     add_special_tokens: bool = True
     truncation: "Truncation | None" = None
     priority: int = 0  # lower runs earlier
+    arrival_ns: int = field(default_factory=time.monotonic_ns)
     name: str = "prompt"  # what errors call it
 
 
@@ -82,6 +85,7 @@ class ProcessedRequest:
     bad_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
+    arrival_ns: int = field(default_factory=time.monotonic_ns)  # when all of the request had been read
     adapter: str = ""
     pooling: Pooling = Pooling.NONE
     is_normalized: bool = False
@@ -171,6 +175,7 @@ class InputProcessor:
             priority=request.priority,
             pooling=request.pooling or self._model.pooling,
             is_normalized=request.is_normalized,
+            arrival_ns=request.arrival_ns,
         )
 
     def _token_ids(self, request: GenerateRequest | EncodeRequest, *, num_reserved: int) -> list[int]:
@@ -226,6 +231,7 @@ class InputProcessor:
             bad_token_ids=params.bad_token_ids + tuple(map(self._bad_token_id, params.bad_words)),
             priority=request.priority,
             cache_salt=request.cache_salt,
+            arrival_ns=request.arrival_ns,
             adapter=request.adapter,
         )
 

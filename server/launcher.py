@@ -13,18 +13,21 @@ import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from server.app import build_app
 from server.async_llm import AsyncLLM
 from server.chat_settings import ChatSettings
 from server.config import ServeConfig
+from server.cors import Cors, CorsPolicy
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
+from server.request_log import RequestLog
 from server.response_store import ResponseStore
 from server.serving import Serving
+from server.throughput_log import ThroughputLog
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +47,14 @@ class Server(uvicorn.Server):
         self._serve_config = serve_config
         self._banner = banner
         self._death_task: asyncio.Task[None] | None = None
+        self._throughput_log = ThroughputLog(llm.metrics)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, say where, and watch the engine."""
         if not self._serve_config.keep_alive_on_engine_death:
             self._llm.call_on_death(self._on_engine_death)
+        if not self._serve_config.disable_log_stats:
+            self._throughput_log.start()
         await super().startup(sockets)
         print(self._banner, flush=True)
 
@@ -65,6 +71,7 @@ class Server(uvicorn.Server):
         timer = asyncio.get_running_loop().call_later(drain_s, self._llm.fail_all, error)
         await super().shutdown(sockets)
         timer.cancel()
+        self._throughput_log.stop()
         if self.force_exit:
             self._llm.fail_all(ShuttingDownError("the server was told twice to end"))
             await asyncio.sleep(_LAST_WORDS_S)
@@ -94,6 +101,10 @@ def serve(config: ServeConfig) -> int:
         llm = AsyncLLM.from_config(config)
         try:
             serving = _serving(config, llm)
+            logger.info("configuration: %s; the engine's: %s", config.shown(), llm.engine_limits)
+            if config.enable_log_requests:
+                decode = llm.model.tokenizer.decode if config.log_prompts else None
+                llm.metrics.on_finished.append(RequestLog(decode))
             banner = _banner(serving, listener, time.monotonic() - started_s)
             server = Server(_uvicorn_config(config, serving), llm, config, banner)
             server.run(sockets=[listener])  # from here on its own signal handlers: a signal means drain
@@ -122,8 +133,11 @@ def _model_names(config: ServeConfig, directory_name: str) -> tuple[str, ...]:
 
 
 def _uvicorn_config(config: ServeConfig, serving: Serving) -> uvicorn.Config:
+    app: ASGIApp = build_app(serving, has_dev_routes=config.enable_dev_routes)
+    if config.allowed_origins:
+        app = Cors(app, CorsPolicy.of(config))
     return uvicorn.Config(
-        build_app(serving, has_dev_routes=config.enable_dev_routes),
+        app,
         http=RingserveProtocol,
         loop="uvloop",
         ws="none",
@@ -173,9 +187,3 @@ def _banner(serving: Serving, listener: socket.socket, elapsed_s: float) -> str:
         f"ringserve {serving.version} serves {serving.model_names[0]} at {url}/v1 (ready in {elapsed_s:.1f} s)\n"
         f"Try it:\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
     )
-
-
-def configure_logging() -> None:
-    """Send the log to stderr."""
-    form: dict[str, Any] = {"format": "%(levelname)s [server] %(message)s", "stream": sys.stderr}
-    logging.basicConfig(level=logging.INFO, **form)

@@ -101,7 +101,7 @@ async def _answer(
     identity = serving.identity(f"{endpoint.id_prefix}-{name}", body.model)
     if not params.grammar and (grammar := await serving.llm.input_processor.grammars.find(body)):
         params = replace(params, grammar=grammar)
-    requests = await _process(serving, body, identity.response_id, params, prompts)
+    requests = await _process(serving, body, identity.response_id, params, prompts, request.state.arrival_ns)
     names = _names(serving, body)
     shown = _shown(body, requests, endpoint.logprobs(names) if params.logprobs is not None else None)
 
@@ -129,6 +129,7 @@ async def _process(
     response_id: str,
     params: SamplingParams,
     prompts: _Prompts,
+    arrival_ns: int,
 ) -> list[ProcessedRequest]:
     truncation = None
     if body.truncate_prompt_tokens is not None:
@@ -147,6 +148,7 @@ async def _process(
                 truncation=truncation,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
+                arrival_ns=arrival_ns,
                 adapter=serving.adapter(body.model),
             )
             for i, prompt in enumerate(prompts.prompts)

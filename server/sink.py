@@ -5,7 +5,6 @@ The transport way is offered by http_protocol.py as the scope extension EXTENSIO
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -58,14 +57,14 @@ class AsgiSink:
     def __init__(self, send: Send) -> None:
         self.on_writable: Callable[[], None] | None = None
         self._send = send
-        self._messages: deque[Message] = deque()
-        self._has_messages = asyncio.Event()
+        self._messages: list[Message] = []  # the same list for ever: `framed` looks at it
+        self._wake_up: asyncio.Future[None] | None = None
         self._is_finished = False
 
     @property
     def is_writable(self) -> bool:
         """Whether everything written before is sent."""
-        return not self._has_messages.is_set()
+        return not self._messages
 
     def open(self, status: int, headers: Headers) -> None:
         """Queue the start of the response; the first write sends it."""
@@ -74,24 +73,25 @@ class AsgiSink:
     def write(self, data: bytes) -> None:
         """Queue body bytes and wake the task."""
         self._messages.append({"type": "http.response.body", "body": data, "more_body": True})
-        self._has_messages.set()
+        self._wake()
 
     def framed(self, head: bytes, tail: bytes) -> DeltaWriter:
         """Return a function that writes between `head` and `tail`."""
+        messages, write = self._messages, self.write
 
-        def write(middle: bytes) -> bool:
-            if self._has_messages.is_set():
+        def write_framed(middle: bytes) -> bool:
+            if messages:
                 return False
-            self.write(head + middle + tail)
+            write(head + middle + tail)
             return True
 
-        return write
+        return write_framed
 
     def finish(self) -> None:
         """Queue the end and wake the task."""
         self._messages.append({"type": "http.response.body", "body": b"", "more_body": False})
         self._is_finished = True
-        self._has_messages.set()
+        self._wake()
 
     async def wait_closed(self, receive: Receive) -> None:
         """Send what is written, until it is finished or the client is gone."""
@@ -105,14 +105,21 @@ class AsgiSink:
         with contextlib.suppress(asyncio.CancelledError):
             tasks[0].result()
 
+    def _wake(self) -> None:
+        if self._wake_up is not None and not self._wake_up.done():
+            self._wake_up.set_result(None)
+
     async def _send_all(self) -> None:
+        send, messages, create_future = self._send, self._messages, asyncio.get_running_loop().create_future
         while True:
-            await self._has_messages.wait()
-            while self._messages:
-                await self._send(self._messages.popleft())
+            if not messages:
+                self._wake_up = create_future()
+                await self._wake_up
+            for message in messages:  # those that come meanwhile too
+                await send(message)
+            messages.clear()
             if self._is_finished:
                 return
-            self._has_messages.clear()
             if self.on_writable is not None:
                 self.on_writable()
 

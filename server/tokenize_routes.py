@@ -15,6 +15,7 @@ from server.json_response import JsonResponse
 from server.model_info import ModelInfo
 from server.request_body import read_body
 from server.serving import Serving
+from server.tools import Tool
 
 MAX_CHARACTERS = 2**21  # beyond any context; the library frees a longer text's tokens with the GIL held, for 0.1 s
 _INLINE_ITEMS = 4096  # characters or token ids; more are processed on a thread: so many take about a millisecond
@@ -33,7 +34,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
 
     def chat(self) -> ChatCompletionRequest:
         """Return the chat completion request whose prompt is asked about."""
@@ -97,7 +98,7 @@ async def detokenize(request: Request) -> ASGIApp:
 
 
 async def _render(serving: Serving, chat: ChatCompletionRequest) -> str:
-    return await serving.llm.input_processor.render_chat(chat.chat_prompt())
+    return await serving.llm.input_processor.render_chat(serving.chat.prompt(chat.chat_prompt(), chat.tool_use()))
 
 
 async def _run(num_items: int, function: Any, *arguments: Any) -> Any:

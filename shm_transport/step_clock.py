@@ -1,11 +1,13 @@
 """Foretells when the next step record is due, from the publish stamps of those before. No clock of its own, no I/O."""
 
+from collections import deque
 from dataclasses import dataclass
 
-_WEIGHT = 0.125  # of the newest interval in the running mean and deviation
+_NUM_SAMPLES = 16  # of the newest intervals; a quarter of them may be anything without moving a window
 _MIN_SAMPLES = 8
 _MAX_INTERVAL_NS = 200_000_000  # longer ones are pauses between requests, not steps
-_MAX_JITTER = 0.25  # deviation over mean, beyond which the steps count as irregular
+_MAX_JITTER = 0.25  # spread over middle, beyond which the steps count as irregular
+_MARGIN_SPREADS = 3
 _MIN_MARGIN_NS = 100_000
 
 
@@ -18,7 +20,9 @@ class Window:
 
 
 class StepClock:
-    """A running mean and deviation of the step interval.
+    """The middle of the newest step intervals, and their spread: half the distance between their quartiles.
+
+    Not mean and deviation: one step that a busy machine delays by milliseconds widened the windows of the next thirty.
 
     Args:
         cpu_budget: Largest share of a core that waiting inside the windows may take.
@@ -26,33 +30,32 @@ class StepClock:
     """
 
     def __init__(self, *, cpu_budget: float, lead_ns: int) -> None:
+        self._least_interval_ns = (_MIN_MARGIN_NS + lead_ns) / cpu_budget
         self._cpu_budget = cpu_budget
         self._lead_ns = lead_ns
         self._last_ns = 0
-        self._mean_ns = 0.0
-        self._deviation_ns = 0.0
-        self._num_samples = 0
+        self._intervals_ns: deque[int] = deque(maxlen=_NUM_SAMPLES)
 
     def note(self, published_ns: int) -> None:
-        """Take the publish stamp of a record."""
+        """Take the publish stamp of a step's record."""
         interval_ns = published_ns - self._last_ns
         self._last_ns = published_ns
-        if not 0 < interval_ns <= _MAX_INTERVAL_NS:
-            self._num_samples = 0
-        elif self._num_samples == 0:
-            self._mean_ns, self._deviation_ns, self._num_samples = float(interval_ns), 0.0, 1
+        if 0 < interval_ns <= _MAX_INTERVAL_NS:
+            self._intervals_ns.append(interval_ns)
         else:
-            error_ns = interval_ns - self._mean_ns
-            self._mean_ns += _WEIGHT * error_ns
-            self._deviation_ns += _WEIGHT * (abs(error_ns) - self._deviation_ns)
-            self._num_samples += 1
+            self._intervals_ns.clear()
 
     def window(self) -> Window | None:
         """Return when the next record is likely; None while idle or irregular, or if the budget does not allow it."""
-        if self._num_samples < _MIN_SAMPLES or self._deviation_ns > _MAX_JITTER * self._mean_ns:
+        count = len(self._intervals_ns)
+        if count < _MIN_SAMPLES or self._intervals_ns[-1] < self._least_interval_ns:
             return None
-        margin_ns = max(3.0 * self._deviation_ns, _MIN_MARGIN_NS)
-        if margin_ns + self._lead_ns > self._cpu_budget * self._mean_ns:  # what a record in time costs
+        ordered = sorted(self._intervals_ns)
+        middle_ns = ordered[count // 2]
+        spread_ns = (ordered[-1 - count // 4] - ordered[count // 4]) // 2
+        margin_ns = max(_MARGIN_SPREADS * spread_ns, _MIN_MARGIN_NS)
+        # The second condition is what a record in time costs.
+        if spread_ns > _MAX_JITTER * middle_ns or margin_ns + self._lead_ns > self._cpu_budget * middle_ns:
             return None
-        due_ns = self._last_ns + self._mean_ns
-        return Window(int(due_ns - margin_ns - self._lead_ns), int(due_ns + margin_ns))
+        due_ns = self._last_ns + middle_ns
+        return Window(due_ns - margin_ns - self._lead_ns, due_ns + margin_ns)

@@ -15,7 +15,7 @@ from shm_transport.waiter import BlockWaiter
 
 STRATEGIES = ("block", "adaptive", "spin")
 
-_LEAD_NS = 400_000  # from the waiter thread's time-out to a spinning loop: 100 us as a rule
+_LEAD_NS = 250_000  # from the waiter thread's time-out to a spinning loop: 150 us as a rule
 _CHECK_NS = 1_000_000_000  # how often the spare core is looked for
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -64,7 +64,7 @@ class AdaptiveWaiter:
     and a thread that still waited inside the window would snatch the record from the spinning loop.
     """
 
-    def __init__(self, consumer: Consumer, has_spare_core: Callable[[], bool], cpu_budget: float = 0.5) -> None:
+    def __init__(self, consumer: Consumer, has_spare_core: Callable[[], bool], cpu_budget: float = 0.1) -> None:
         self._consumer = consumer
         self._block = BlockWaiter(consumer)
         self._clock = StepClock(cpu_budget=cpu_budget, lead_ns=_LEAD_NS)
@@ -98,7 +98,7 @@ class AdaptiveWaiter:
             await self._spin(window)
 
     def note(self, published_ns: int) -> None:
-        """Take a record's publish stamp."""
+        """Take the publish stamp of a step's record."""
         self._clock.note(published_ns)
 
     def wake(self) -> None:

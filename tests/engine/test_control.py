@@ -100,6 +100,9 @@ class Played:
     def idle_step(self) -> Step:
         return Step(handles=np.empty(0, np.uint64), token_ids=np.empty(0, np.int32), num_running=len(self.live))
 
+    def note_aborted(self, num_handles: int) -> None:
+        pass
+
     def publish(self, step: Step) -> int:
         self.events.append(("publish", step.num_running))
         return 0

@@ -43,6 +43,9 @@ class Scripted:
         self.events.append(("publish", step.num_running))
         return 5
 
+    def note_aborted(self, num_handles: int) -> None:
+        self.events.append(("aborted", num_handles))
+
     def send_ready(self, limits: dict[str, int]) -> None:
         self.events.append(("ready", limits["num_blocks"]))
 

@@ -675,8 +675,8 @@ async def test_a_heartbeat_runs_at_least_every_128_rows_across_records(
         await processor.process(record(rows), is_behind=True)
     heart.cancel()
     assert sum(turns.num_rows.values()) == 600
-    assert max(turns.num_rows.values()) == CHUNK_ROWS == 128
-    assert len(turns.num_rows) == 5
+    assert max(turns.num_rows.values()) == CHUNK_ROWS <= 128
+    assert len(turns.num_rows) == -(-600 // CHUNK_ROWS)
 
 
 def record(handles: list[int]) -> StepRecord:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from server import cli, launcher, model_path
+from server import cli, launcher, log_format, model_path
 from server.config import ServeConfig
 from server.errors import StartupError
 
@@ -26,7 +26,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
         return 0
 
     monkeypatch.setattr(launcher, "serve", serve)
-    monkeypatch.setattr(launcher, "configure_logging", lambda: None)
+    monkeypatch.setattr(log_format, "configure_logging", lambda _: None)
     return configs
 
 
@@ -37,7 +37,7 @@ def other_value(field: "dataclasses.Field[Any]") -> tuple[list[str], Any]:
     if "choices" in field.metadata:
         return [field.metadata["choices"][-1]], field.metadata["choices"][-1]
     if typing.get_origin(field.type) is tuple:
-        return ["a=1", "b=2"], ("a=1", "b=2")
+        return ["https://a=1", "https://b=2"], ("https://a=1", "https://b=2")
     kind = cli._plain_type(field.type)
     return ["77"], kind("77")
 
@@ -48,6 +48,11 @@ def test_every_setting_has_an_option_of_its_type(served: list[ServeConfig], fiel
     assert value != field.default
     assert cli.main(["serve", f"--{field.name.replace('_', '-')}", *arguments]) == 0
     assert served == [dataclasses.replace(ServeConfig(), **{field.name: value})]
+
+
+def test_a_list_may_be_json_as_on_the_command_line_of_vllm(served: list[ServeConfig]) -> None:
+    assert cli.main(["serve", "--allowed-origins", '["https://a", "https://b"]', "--served-model-name", "[a"]) == 0
+    assert served == [ServeConfig(allowed_origins=("https://a", "https://b"), served_model_name=("[a",))]
 
 
 def test_without_flags_the_defaults_are_served(served: list[ServeConfig]) -> None:

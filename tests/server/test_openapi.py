@@ -1,5 +1,7 @@
 """/openapi.json: valid, complete, and true of what the endpoints answer."""
 
+from types import SimpleNamespace
+
 import msgspec
 import openapi_spec_validator
 import pytest
@@ -26,7 +28,8 @@ def test_it_is_valid_openapi_3_1(document) -> None:
 
 
 def test_every_route_of_the_application_is_in_it_and_nothing_else(document) -> None:
-    routes = build_app(serving=None).routes  # type: ignore[arg-type]
+    serving = SimpleNamespace(llm=None, model_names=("m",))  # routes look at nothing of it before they are asked
+    routes = build_app(serving).routes  # type: ignore[arg-type]
     assert all(isinstance(route, Route) for route in routes)
     served = {
         (route.path.replace(":path}", "}"), method.lower())
@@ -39,7 +42,8 @@ def test_every_route_of_the_application_is_in_it_and_nothing_else(document) -> N
 
 def test_whoever_takes_a_body_says_its_type_and_whoever_streams_says_so(document) -> None:
     for endpoint in app.ENDPOINTS:
-        assert endpoint.methods != ("POST",) or endpoint.body is not None, endpoint.path
+        is_without_body = endpoint.path.endswith("/cancel")
+        assert endpoint.methods != ("POST",) or is_without_body or endpoint.body is not None, endpoint.path
     chat = document["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
     assert chat.keys() == {"application/json", "text/event-stream"}
     reference = chat["text/event-stream"]["schema"]["contentSchema"]["$ref"]

@@ -55,3 +55,13 @@ def test_a_new_rhythm_is_learnt() -> None:
     window = clock.window()
     assert window is not None
     assert window.opens_ns < last_ns + 10 * MS < window.closes_ns
+
+
+def test_steps_that_the_machine_delays_do_not_widen_the_window() -> None:
+    rng = random.Random(1)
+    intervals = [20 + rng.uniform(-0.02, 0.02) for _ in range(96)]
+    quiet = clock_after(intervals)[0].window()
+    delayed = clock_after([24 if n % 8 == 5 else 16 if n % 8 == 6 else x for n, x in enumerate(intervals)])[0].window()
+    assert quiet is not None
+    assert delayed is not None
+    assert delayed.closes_ns - delayed.opens_ns <= 1.1 * (quiet.closes_ns - quiet.opens_ns)

@@ -1,0 +1,40 @@
+"""The command `ringserve bench`: runs the load, prints the table, writes the files."""
+
+import json
+from pathlib import Path
+
+import uvloop
+
+from server.bench import plot
+from server.bench.config import BenchConfig
+from server.bench.figures import summarize, table
+from server.bench.load import Run, run_load
+from server.errors import StartupError
+
+
+def bench(config: BenchConfig) -> int:
+    """Run a load; return the exit status: 0, 1 if no request succeeded, 130 if it was interrupted.
+
+    Raises:
+        StartupError: If a flag is wrong, or no server answers.
+    """
+    if config.plot is not None:
+        plot.check_installed()
+    for path in filter(None, (config.json, config.plot)):
+        if not Path(path).absolute().parent.is_dir():
+            raise StartupError(f"{path} cannot be written: there is no such directory")
+    run = uvloop.run(run_load(config))
+    summary = summarize(config, run)
+    text = table(summary)
+    print(text)
+    if config.json is not None:
+        Path(config.json).write_text(json.dumps(summary, indent=1) + "\n")
+    if config.plot is not None:
+        plot.plot(run, text.partition("\n")[0], config.plot)
+    return _status(run)
+
+
+def _status(run: Run) -> int:
+    if run.is_interrupted:
+        return 130
+    return 0 if any(not record.error for record in run.records) else 1
