@@ -108,8 +108,12 @@ class Control:
 
     def call(self, call: Call) -> bool:
         """Carry out a CALL, or begin to; return whether it was the order to shut down."""
-        order = json.loads(call.body)
-        method = order["method"]
+        try:
+            order = json.loads(call.body)
+            method = order["method"]
+        except (ValueError, TypeError, KeyError, RecursionError) as exc:
+            self._link.send_reply(call.call_id, {"error": f"the call cannot be read: {exc!r}", "fault": "invalid"})
+            return False
         if method == "shutdown":
             self._reader.shutdown(wait=False, cancel_futures=True)
             self._link.send_reply(call.call_id, {"result": True})

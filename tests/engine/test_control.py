@@ -263,3 +263,9 @@ def test_a_busy_engine_keeps_its_cache_unless_told_to_take_it(played: Played) ->
     assert played.result("reset_prefix_cache") is False
     assert played.result("reset_prefix_cache", reset_running_requests=True) is True
     assert played.events[-2:] == ["finish", ("reset", True)]
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff", b"[]", b"3", b"{}", b'{"method": "stats", "args": ' + b"[" * 99_999])
+def test_a_call_that_cannot_be_read_gets_an_error(played: Played, body: bytes) -> None:
+    assert played.control.call(Call(7, body)) is False
+    assert played.replies[7]["fault"] == "invalid"

@@ -58,8 +58,9 @@ def test_developer_routes_are_described_with_their_query_and_served_only_when_as
     assert parameters["mode"]["enum"] == ["abort", "keep", "wait"]
     assert parameters["clear_cache"] == {"type": "boolean", "default": True}
     paths = {endpoint.path for endpoint in control_routes.ENDPOINTS}
+    serving = SimpleNamespace(llm=None, model_names=("m",))
     served = [
-        {route.path for route in build_app(serving=None, has_dev_routes=has).routes}  # type: ignore[arg-type]
+        {route.path for route in build_app(serving, has_dev_routes=has).routes}  # type: ignore[arg-type]
         for has in (False, True)
     ]
     assert served[0].isdisjoint(paths)
