@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -28,6 +29,10 @@ from server.request_log import RequestLog
 from server.response_store import ResponseStore
 from server.serving import Serving
 from server.throughput_log import ThroughputLog
+from server.trace_headers import TraceHeadersLayer
+
+if TYPE_CHECKING:
+    from server.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +102,7 @@ def serve(config: ServeConfig) -> int:
         StartupError: If the port, the model or a flag is wrong.
     """
     started_s = time.monotonic()
-    with contextlib.closing(_bind(config)) as listener, _terminating_signals():
+    with contextlib.closing(_bind(config)) as listener, _terminating_signals(), _tracing(config) as tracer:
         llm = AsyncLLM.from_config(config)
         try:
             serving = _serving(config, llm)
@@ -105,12 +110,30 @@ def serve(config: ServeConfig) -> int:
             if config.enable_log_requests:
                 decode = llm.model.tokenizer.decode if config.log_prompts else None
                 llm.metrics.on_finished.append(RequestLog(decode))
+            if tracer is not None:
+                llm.metrics.on_finished.append(tracer)
             banner = _banner(serving, listener, time.monotonic() - started_s)
             server = Server(_uvicorn_config(config, serving), llm, config, banner)
             server.run(sockets=[listener])  # from here on its own signal handlers: a signal means drain
         finally:
             llm.kill()
     return server.exit_status
+
+
+@contextlib.contextmanager
+def _tracing(config: ServeConfig) -> "Iterator[Tracer | None]":
+    """Make spans of requests until the end; import nothing where there is no endpoint for them."""
+    if config.otlp_traces_endpoint is None:
+        yield None
+        return
+    try:
+        from server.tracing import Tracer
+    except ImportError as exc:
+        raise StartupError(
+            f"--otlp-traces-endpoint needs OpenTelemetry, which is not installed ({exc}): pip install 'ringserve[otel]'"
+        ) from exc
+    with contextlib.closing(Tracer(config.otlp_traces_endpoint, importlib.metadata.version("ringserve"))) as tracer:
+        yield tracer
 
 
 def _serving(config: ServeConfig, llm: AsyncLLM) -> Serving:
@@ -136,6 +159,8 @@ def _uvicorn_config(config: ServeConfig, serving: Serving) -> uvicorn.Config:
     app: ASGIApp = build_app(serving, has_dev_routes=config.enable_dev_routes)
     if config.allowed_origins:
         app = Cors(app, CorsPolicy.of(config))
+    if config.otlp_traces_endpoint is not None:
+        app = TraceHeadersLayer(app)
     return uvicorn.Config(
         app,
         http=RingserveProtocol,
