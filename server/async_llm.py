@@ -10,12 +10,21 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from server.collector import RequestOutputCollector
 from server.config import ServeConfig
+from server.engine_calls import EngineCalls
 from server.engine_client import EngineClient
 from server.engine_process import EngineProcess
-from server.errors import EngineDeadError, EngineGenerateError, OverloadedError, ServerError, ShuttingDownError
+from server.errors import (
+    EngineDeadError,
+    EngineGenerateError,
+    OverloadedError,
+    RequestError,
+    ServerError,
+    ShuttingDownError,
+)
 from server.hop_clock import HopClock, HopTimes
 from server.input_processor import EncodeRequest, GenerateRequest, InputProcessor, ProcessedRequest
 from server.metrics import Metrics
@@ -36,6 +45,7 @@ _RECHECK_S = 1.0  # the longest wait for a record before everything is looked at
 _FLUSH_S = 0.001
 _HAND_OVER_S = 0.02
 _HANDLE = struct.Struct("<Q")
+_RESERVED_METHODS = ("shutdown",)
 
 
 @dataclass(slots=True)
@@ -55,6 +65,7 @@ class _Pipe:
         self.outputs = OutputProcessor(
             model.tokenizer, self.abort, stream_interval=stream_interval, metrics=self.metrics
         )
+        self.calls = EngineCalls(engine.outbox)
         self.load = Load()
         self.num_coalesced = 0
         self.hop_clock = HopClock()
@@ -120,6 +131,7 @@ class _Pipe:
             if not self.engine.is_stopping:
                 logger.error("%s; %d requests fail", cause, self.outputs.num_live)
             self.outputs.fail_all(self.dead_error)
+            self.calls.fail_all(self.dead_error)
             for callback in self.on_death:
                 callback()
 
@@ -352,8 +364,29 @@ class AsyncLLM(EngineClient):
         if handles and self._pipe.dead_error is None:
             self._pipe.abort(handles)
 
+    def abort_requests(self, request_ids: Iterable[str] | None = None) -> int:
+        """End requests with finish reason abort (see EngineClient)."""
+        outputs = self._pipe.outputs
+        names = outputs.request_ids() if request_ids is None else outputs.find(request_ids)
+        handles = [handle for name in names for handle in outputs.abort(name)]
+        if handles and self._pipe.dead_error is None:
+            self._pipe.abort(handles)
+        return len(names)
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Have the engine carry out a method (see EngineClient)."""
+        if method in _RESERVED_METHODS:
+            raise RequestError(f"{method} is the server's own to call", param="method")
+        if self.is_stopped:
+            raise self.dead_error
+        self.start()
+        reply = self._pipe.calls.send(method, args, kwargs)
+        self._pipe.flush()
+        return await reply
+
     def fail_all(self, error: ServerError) -> None:
-        """End every request with an error, in the engine too."""
+        """End every request and every call with an error, the requests in the engine too."""
+        self._pipe.calls.fail_all(error)
         handles = self._pipe.outputs.fail_all(error)
         if handles and self._pipe.dead_error is None:
             self._pipe.abort(handles)
@@ -445,6 +478,9 @@ async def _process(pipe: _Pipe, is_behind: bool) -> None:
 def _take_message(pipe: _Pipe, message: Message) -> None:
     if message.kind == RecordKind.DATA:
         pipe.outputs.keep(Data.decode(message.body))
+        return
+    if message.kind == RecordKind.REPLY:
+        pipe.calls.resolve(message.body)
         return
     if message.kind != RecordKind.ERROR:
         logger.warning("the engine sent an unexpected %s message", message.kind.name)

@@ -78,6 +78,7 @@ class ServeConfig:
     )
     wait_strategy: str = _option("adaptive", "how the server waits for the next step", choices=STRATEGIES)
     keep_alive_on_engine_death: bool = _option(False, "stay up, answering 503, when the engine has died")
+    enable_dev_routes: bool = _option(False, "serve /pause, /sleep and the like, and adapters that come and go")
     engine: str = _option("model", "what generates", choices=("model", "synthetic"))
     dtype: str = _option("auto", "of weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
     device: str = _option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
@@ -161,7 +162,7 @@ class ServeConfig:
             options = {
                 "model": str(tokenizer.parent), "dtype": self.dtype, "device": self.device,
                 "quantization": self.quantization, "runner": self.runner, "deterministic": self.deterministic,
-                "overlap": self.overlap,
+                "overlap": self.overlap, "runtime_adapters": self.enable_dev_routes,
                 **given, **self._given("num_threads", "kv_cache_tokens", "block_size", "max_num_batched_tokens"),
             }  # fmt: skip
             if self.adapters:

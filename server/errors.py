@@ -8,6 +8,8 @@ ServerError
 │   └── BodyTooLargeError             413
 ├── OverloadedError               503 + Retry-After
 ├── ConcurrencyLimitError         one API key has too many requests open: 429 + Retry-After
+├── ConflictError                 not in the state that the engine is in now: 409
+├── EngineCallError               the engine could not carry out an order, or in time: 500
 ├── EngineGenerateError           one request failed in the engine; the others go on: 500
 ├── EngineDeadError               the engine process is gone: 503
 ├── ShuttingDownError             the server is draining: 503
@@ -99,6 +101,17 @@ class ConcurrencyLimitError(ServerError):
     status = 429
     type = "RateLimitError"
     retry_after_s = 1
+
+
+class ConflictError(ServerError):
+    """The order and the engine's state do not go together: another order must come first."""
+
+    status = 409
+    type = "ConflictError"
+
+
+class EngineCallError(ServerError):
+    """The engine could not carry out an order of the control plane. It goes on."""
 
 
 class EngineGenerateError(ServerError):

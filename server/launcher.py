@@ -165,7 +165,7 @@ def _serving(config: ServeConfig, llm: AsyncLLM) -> Serving:
     return Serving(
         llm=llm,
         model_names=_model_names(config, llm.model.directory_name),
-        adapters=config.adapter_names,
+        adapters=list(config.adapter_names),
         version=importlib.metadata.version("ringserve"),
         max_body_bytes=config.max_body_mb * 2**20,
         responses=ResponseStore(config.max_stored_responses),
@@ -183,7 +183,7 @@ def _model_names(config: ServeConfig, directory_name: str) -> tuple[str, ...]:
 def _uvicorn_config(
     config: ServeConfig, serving: Serving, keys: tuple[str, ...], tls: ssl.SSLContext | None
 ) -> uvicorn.Config:
-    app = guarded(build_app(serving), keys, config.max_concurrency_per_key)
+    app = guarded(build_app(serving, has_dev_routes=config.enable_dev_routes), keys, config.max_concurrency_per_key)
     if config.allowed_origins:
         app = Cors(app, CorsPolicy.of(config))
     if config.otlp_traces_endpoint is not None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from server.collector import RequestOutputCollector
 from server.detokenizer import Detokenizer
@@ -267,6 +267,15 @@ class OutputProcessor:
             if output is not None:
                 state.collector.put(output)
         return [state.handle for state in states]
+
+    def request_ids(self) -> list[str]:
+        """Return the ids of all live requests."""
+        return list(self._by_request_id)
+
+    def find(self, names: Iterable[str]) -> list[str]:
+        """Return the ids of the live requests that have one of these, with or without the prefix before its hyphen."""
+        wanted = set(names)
+        return [each for each in self._by_request_id if not wanted.isdisjoint((each, each.partition("-")[2]))]
 
     def drop(self, collector: RequestOutputCollector, reason: str = "abort") -> list[int]:
         """Forget the live sequences of one request, whose consumer is gone, or which failed; return their handles."""

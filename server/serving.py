@@ -34,7 +34,7 @@ class Serving:
     max_body_bytes: int
     responses: ResponseStore = field(default_factory=ResponseStore)
     chat: ChatSettings = field(default_factory=ChatSettings)
-    adapters: tuple[str, ...] = ()  # LoRA adapters, which are models of their own to requests
+    adapters: list[str] = field(default_factory=list)  # LoRA: models of their own to requests; they come and go
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:
