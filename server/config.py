@@ -13,6 +13,7 @@ from shm_transport.strategies import STRATEGIES
 
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")  # as browsers send it
+_HTTP_URL = re.compile(r"https?://[^/?#\s]+")
 
 
 def _option(default: Any, help_text: str, metavar: str | None = None, **extra: Any) -> Any:
@@ -97,6 +98,9 @@ class ServeConfig:
     enable_log_requests: bool = _option(False, "log each request that has ended: tokens, times, how it ended")
     log_prompts: bool = _option(False, "with --enable-log-requests: the prompt's text too")
     disable_log_stats: bool = _option(False, "no line each ten seconds with rates and queue lengths")
+    otlp_traces_endpoint: str | None = _option(
+        None, "OpenTelemetry collector (OTLP over HTTP) for a span of each request; none if unset", "URL"
+    )
     step_log: str | None = _option(None, "write each step's publish stamp, rows and tokens there", "FILE")
     step_time_ms: float = _synthetic(0.0, "time of a step; 0 is free-running", "MS")
     tokens_per_step: int = _synthetic(1, "tokens of each request in a step", "N")
@@ -128,6 +132,11 @@ class ServeConfig:
             if not _ORIGIN.fullmatch(origin):
                 raise StartupError(f"--allowed-origins has {origin!r}: write * or scheme://host[:port], without a path")
         self._check_adapters()
+        if self.otlp_traces_endpoint is not None and not _HTTP_URL.match(self.otlp_traces_endpoint):
+            raise StartupError(
+                f"--otlp-traces-endpoint is {self.otlp_traces_endpoint!r}: must be http://HOST:PORT or "
+                "https://HOST:PORT, with the path /v1/traces or none"
+            )
 
     @property
     def adapter_names(self) -> tuple[str, ...]:

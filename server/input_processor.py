@@ -15,6 +15,7 @@ from server.grammar_checker import GrammarChecker
 from server.model_info import ModelInfo
 from server.outputs import OutputKind
 from server.sampling_params import SamplingParams
+from server.trace_headers import TraceHeaders, current_trace_headers
 from shm_transport.messages import AddRequest, Fork
 from shm_transport.records import Pooling
 
@@ -87,6 +88,7 @@ class ProcessedRequest:
     priority: int = 0
     cache_salt: str = ""
     arrival_ns: int = field(default_factory=time.monotonic_ns)  # when all of the request had been read
+    trace_headers: TraceHeaders | None = field(default_factory=current_trace_headers)
     adapter: str = ""
     deadline_s: float | None = None
     pooling: Pooling = Pooling.NONE

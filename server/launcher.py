@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -31,6 +32,10 @@ from server.request_log import RequestLog
 from server.response_store import ResponseStore
 from server.serving import Serving
 from server.throughput_log import ThroughputLog
+from server.trace_headers import TraceHeadersLayer
+
+if TYPE_CHECKING:
+    from server.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +127,7 @@ def serve(config: ServeConfig) -> int:
     started_s = time.monotonic()
     keys = read_keys(config)
     tls = tls_context(config)
-    with bound(config) as listener, _terminating_signals():
+    with bound(config) as listener, _terminating_signals(), _tracing(config) as tracer:
         llm = AsyncLLM.from_config(config)
         try:
             serving = _serving(config, llm)
@@ -130,12 +135,30 @@ def serve(config: ServeConfig) -> int:
             if config.enable_log_requests:
                 decode = llm.model.tokenizer.decode if config.log_prompts else None
                 llm.metrics.on_finished.append(RequestLog(decode))
+            if tracer is not None:
+                llm.metrics.on_finished.append(tracer)
             banner = _banner(serving, config, url_of(listener, config), time.monotonic() - started_s)
             server = Server(_uvicorn_config(config, serving, keys, tls), llm, config, banner)
             server.run(sockets=[listener])  # from here on its own signal handlers: a signal means drain
         finally:
             llm.kill()
     return server.exit_status
+
+
+@contextlib.contextmanager
+def _tracing(config: ServeConfig) -> "Iterator[Tracer | None]":
+    """Make spans of requests until the end; import nothing where there is no endpoint for them."""
+    if config.otlp_traces_endpoint is None:
+        yield None
+        return
+    try:
+        from server.tracing import Tracer
+    except ImportError as exc:
+        raise StartupError(
+            f"--otlp-traces-endpoint needs OpenTelemetry, which is not installed ({exc}): pip install 'ringserve[otel]'"
+        ) from exc
+    with contextlib.closing(Tracer(config.otlp_traces_endpoint, importlib.metadata.version("ringserve"))) as tracer:
+        yield tracer
 
 
 def _serving(config: ServeConfig, llm: AsyncLLM) -> Serving:
@@ -163,6 +186,8 @@ def _uvicorn_config(
     app = guarded(build_app(serving), keys, config.max_concurrency_per_key)
     if config.allowed_origins:
         app = Cors(app, CorsPolicy.of(config))
+    if config.otlp_traces_endpoint is not None:
+        app = TraceHeadersLayer(app)
     uvicorn_config = uvicorn.Config(
         app,
         root_path=config.root_path,

@@ -5,6 +5,8 @@ Stamps are CLOCK_MONOTONIC nanoseconds: of the engine for queued, scheduled and 
 
 from dataclasses import dataclass
 
+from server.trace_headers import TraceHeaders
+
 
 @dataclass(slots=True)
 class FirstToken:
@@ -39,6 +41,7 @@ class FinishedSequence:
     ended_ns: int
     last_published_ns: int
     first: FirstToken | None
+    trace_headers: TraceHeaders | None = None  # None where nothing is traced
 
     @property
     def e2e_ns(self) -> int:

@@ -469,5 +469,5 @@ def _finished(state: RequestState, reason: str, num_siblings_left: int, last_pub
         prompt_token_ids=request.prompt_token_ids, num_tokens=state.num_tokens, n=params.n,
         max_tokens=request.max_tokens, temperature=params.temperature, top_p=params.top_p,
         arrival_ns=request.arrival_ns, ended_ns=time.monotonic_ns(), last_published_ns=last_published_ns,
-        first=state.first,
+        first=state.first, trace_headers=request.trace_headers,
     )  # fmt: skip

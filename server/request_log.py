@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 
 from server.milestones import FinishedSequence
+from server.siblings import Siblings
 
 logger = logging.getLogger(__name__)
 
@@ -19,17 +20,12 @@ class RequestLog:
 
     def __init__(self, decode: Callable[[list[int]], str] | None = None) -> None:
         self._decode = decode
-        self._ended: dict[tuple[str, int], list[FinishedSequence]] = {}  # of prompts of which others go on
+        self._siblings = Siblings()
 
     def __call__(self, sequence: FinishedSequence) -> None:
         """Take a sequence in."""
-        if sequence.n == 1:
-            self._write([sequence])
-            return
-        key = (sequence.request_id, id(sequence.prompt_token_ids))  # the sequences share the list, and keep it alive
-        self._ended.setdefault(key, []).append(sequence)
-        if not sequence.num_siblings_left:
-            self._write(self._ended.pop(key))
+        if sequences := self._siblings.add(sequence):
+            self._write(sequences)
 
     def _write(self, sequences: list[FinishedSequence]) -> None:
         last = sequences[-1]

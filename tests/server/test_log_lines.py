@@ -32,7 +32,7 @@ def test_a_request_is_one_line_once_all_its_sequences_have_ended(caplog) -> None
     log(sequence(n=2, finish_reason="abort"))
     text = "request r: prompt tokens 4, cached 3, output tokens 14, TTFT 5.0 ms, total 30.0 ms, finish stop,abort"
     assert caplog.messages == [text]
-    assert not log._ended
+    assert not log._siblings
 
 
 def test_a_request_that_ends_before_its_first_token_has_no_ttft(caplog) -> None:
