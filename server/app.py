@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from server import control_routes, embeddings, model_routes, openai_routes, responses_routes, tokenize_routes
 from server.endpoint import Endpoint
-from server.errors import MethodNotAllowedError, NotFoundError, RequestError, ServerError
+from server.errors import MethodNotAllowedError, NotFoundError, RequestError, ServerError, ShuttingDownError
 from server.json_response import JsonResponse, error_response
 from server.metrics_export import MetricsCollector, metrics
 from server.metrics_process import ProcessClock
@@ -87,6 +87,15 @@ async def health(request: Request) -> ASGIApp:
     return Response()
 
 
+async def ready(request: Request) -> ASGIApp:
+    """GET /ready: 200 while new requests are taken; while the model loads nothing listens."""
+    llm = request.app.state.serving.llm
+    await llm.check_health()
+    if llm.is_draining:
+        raise ShuttingDownError("the server is shutting down")
+    return Response()
+
+
 async def load(request: Request) -> ASGIApp:
     """GET /load: requests that the server has not ended, and the engine's figures of the newest step."""
     llm = request.app.state.serving.llm
@@ -110,6 +119,7 @@ ENDPOINTS = (
     *tokenize_routes.ENDPOINTS,
     *model_routes.ENDPOINTS,
     Endpoint(path="/health", handler=health, summary="Say whether the engine is well", methods=("GET",)),
+    Endpoint(path="/ready", handler=ready, summary="Say whether new requests are taken", methods=("GET",)),
     Endpoint(path="/ping", handler=health, summary="Do as /health", methods=("GET", "POST")),
     Endpoint(path="/load", handler=load, summary="Count live requests", methods=("GET",), answer=LoadResponse),
     Endpoint(path="/version", handler=version, summary="Name the version", methods=("GET",), answer=VersionResponse),

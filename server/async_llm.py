@@ -17,7 +17,14 @@ from server.config import ServeConfig
 from server.engine_calls import EngineCalls
 from server.engine_client import EngineClient
 from server.engine_process import EngineProcess
-from server.errors import EngineDeadError, EngineGenerateError, OverloadedError, RequestError, ServerError
+from server.errors import (
+    EngineDeadError,
+    EngineGenerateError,
+    OverloadedError,
+    RequestError,
+    ServerError,
+    ShuttingDownError,
+)
 from server.hop_clock import HopClock, HopTimes
 from server.input_processor import EncodeRequest, GenerateRequest, InputProcessor, ProcessedRequest
 from server.metrics import Metrics
@@ -100,6 +107,12 @@ class _Pipe:
         self.metrics.note_abort(self.engine.outbox.num_aborted)
         self.flush()
 
+    def end(self, collector: RequestOutputCollector) -> None:
+        """End a request with what it has, finish reason abort."""
+        handles = self.outputs.abort(collector.request_id, collector)
+        if handles and self.dead_error is None:
+            self.abort(handles)
+
     def flush(self) -> None:
         """Write what the request ring has room for, and come back in a millisecond for the rest."""
         outbox = self.engine.outbox
@@ -130,17 +143,26 @@ class AsyncLLM(EngineClient):
         engine: A started engine process; AsyncLLM ends it with `shutdown`.
         model: What the front end knows of the model.
         max_num_queued_reqs: Live sequences beyond which a request is refused with OverloadedError.
+        max_num_queued_tokens: The same for prompt tokens of requests without a first token; one is always taken.
         stream_interval: Least number of tokens in a delta, but for the first and the last; a request may ask for more.
     """
 
     def __init__(
-        self, engine: EngineProcess, model: ModelInfo, *, max_num_queued_reqs: int = 2048, stream_interval: int = 1
+        self,
+        engine: EngineProcess,
+        model: ModelInfo,
+        *,
+        max_num_queued_reqs: int = 2048,
+        max_num_queued_tokens: int = 2**22,
+        stream_interval: int = 1,
     ) -> None:
         self.model = model
         self.input_processor = InputProcessor(model)
         self._pipe = _Pipe(engine, model, stream_interval)
         self._max_num_queued_reqs = max_num_queued_reqs
+        self._max_num_queued_tokens = max_num_queued_tokens
         self._is_shut_down = False
+        self.is_draining = False  # takes nothing new
         self._finalizer = weakref.finalize(self, self._pipe.close)
 
     @classmethod
@@ -164,7 +186,11 @@ class AsyncLLM(EngineClient):
             embedding_size=limits.get("embedding_size", 0),
         )
         return cls(
-            engine, model, max_num_queued_reqs=config.max_num_queued_reqs, stream_interval=config.stream_interval
+            engine,
+            model,
+            max_num_queued_reqs=config.max_num_queued_reqs,
+            max_num_queued_tokens=config.max_num_queued_tokens,
+            stream_interval=config.stream_interval,
         )
 
     @property
@@ -267,21 +293,31 @@ class AsyncLLM(EngineClient):
             raise EngineGenerateError("the request was aborted before its embedding was made")
         return EmbeddingOutput(output.request_id, output.prompt_token_ids, embedding)
 
-    def check_admission(self, num_sequences: int) -> None:
-        """Refuse work that cannot be taken now.
+    def check_admission(self, num_sequences: int, num_prompt_tokens: int = 0) -> None:
+        """Refuse work that cannot be taken now; the prompts' length counts as far as it is known.
 
         Raises:
             EngineDeadError: If the engine is gone.
+            ShuttingDownError: If what runs is the last.
             OverloadedError: If the queue is full.
         """
         if self.is_stopped:
             raise self.dead_error
+        if self.is_draining:
+            raise ShuttingDownError("the server is shutting down: ask another one, or again later")
         num_live = self._pipe.outputs.num_live
         if num_live + num_sequences > self._max_num_queued_reqs:
             self._pipe.metrics.rejections["max_num_queued_reqs"] += 1
             raise OverloadedError(
                 f"{num_live} requests are queued or running, {num_sequences} more exceed the limit of "
                 f"{self._max_num_queued_reqs} (--max-num-queued-reqs): try again later"
+            )
+        num_queued = self._pipe.outputs.num_prefill_tokens
+        if num_queued and num_queued + num_prompt_tokens > self._max_num_queued_tokens:
+            self._pipe.metrics.rejections["max_num_queued_tokens"] += 1
+            raise OverloadedError(
+                f"{num_queued} prompt tokens are queued, {num_prompt_tokens} more exceed the limit of "
+                f"{self._max_num_queued_tokens} (--max-num-queued-tokens): try again later"
             )
 
     def submit(self, request: ProcessedRequest) -> RequestOutputCollector:
@@ -291,10 +327,10 @@ class AsyncLLM(EngineClient):
             Their collector. The caller must `release` it, however it ends.
 
         Raises:
-            EngineDeadError, OverloadedError: As check_admission.
+            EngineDeadError, ShuttingDownError, OverloadedError: As check_admission.
         """
         params = request.params
-        self.check_admission(params.n)
+        self.check_admission(params.n, len(request.prompt_token_ids))
         self.start()
         pipe = self._pipe
         collector = RequestOutputCollector(request.request_id, request.prompt_token_ids, params.n, request.kind)
@@ -303,6 +339,9 @@ class AsyncLLM(EngineClient):
             states = [pipe.outputs.add(request, index, collector) for index in indexes]
             pipe.engine.outbox.add(request.engine_request([state.handle for state in states]))
             pipe.flush()
+            if request.deadline_s is not None:
+                left_s = max(request.deadline_s - time.monotonic(), 0.0)
+                collector.deadline = asyncio.get_running_loop().call_later(left_s, pipe.end, collector)
             if not request.pooling:
                 pipe.metrics.note_request(params.n, request.max_tokens)
         except BaseException:
@@ -312,6 +351,8 @@ class AsyncLLM(EngineClient):
 
     def release(self, collector: RequestOutputCollector) -> None:
         """Abort what is still live of a request whose consumer is done or gone. Never suspends: uncancellable."""
+        if collector.deadline is not None:
+            collector.deadline.cancel()
         handles = self._pipe.outputs.drop(collector)
         if handles and self._pipe.dead_error is None:
             self._pipe.abort(handles)
@@ -356,6 +397,10 @@ class AsyncLLM(EngineClient):
             raise self.dead_error
         if (reason := self._pipe.engine.stuck_reason()) is not None:
             raise EngineDeadError(reason)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those that run go on."""
+        self.is_draining = True
 
     def kill(self) -> None:
         """End the engine now, whatever runs: for an exit that cannot wait."""

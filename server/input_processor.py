@@ -42,6 +42,7 @@ class GenerateRequest:
     cache_salt: str = ""  # prompts of different salts share no cached block
     arrival_ns: int = field(default_factory=time.monotonic_ns)
     adapter: str = ""  # name of a LoRA adapter that the engine has; none: the model as it is
+    deadline_s: float | None = None  # when it ends, done or not, on time.monotonic()'s clock
     name: str = "prompt"  # what errors call it
 
 
@@ -89,6 +90,7 @@ class ProcessedRequest:
     arrival_ns: int = field(default_factory=time.monotonic_ns)  # when all of the request had been read
     trace_headers: TraceHeaders | None = field(default_factory=current_trace_headers)
     adapter: str = ""
+    deadline_s: float | None = None
     pooling: Pooling = Pooling.NONE
     is_normalized: bool = False
     prompt_array: NDArray[np.int32] = field(init=False)  # prompt_token_ids for the engine, once for all n sequences
@@ -235,6 +237,7 @@ class InputProcessor:
             cache_salt=request.cache_salt,
             arrival_ns=request.arrival_ns,
             adapter=request.adapter,
+            deadline_s=request.deadline_s,
         )
 
     def _bad_token_id(self, word: str) -> int:

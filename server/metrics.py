@@ -76,7 +76,7 @@ NUM_SEQUENCES = (1, 2, 5, 10, 20)
 TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
-REJECTIONS = ("max_num_queued_reqs",)
+REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
 
 
 class Metrics:

@@ -228,6 +228,7 @@ class OutputProcessor:
         self._held: list[RequestOutputCollector] = []  # have outputs that wait for the end of the drain
         self._rows_since_yield = 0
         self._resolved: tuple[list[int], list[RequestState | None]] = ([], [])  # a record's handles, and whose they are
+        self.num_prefill_tokens = 0  # of prompts without a first token
         self.num_late_rows = 0  # of sequences that had ended before
         self.num_late_tokens = 0
 
@@ -253,11 +254,13 @@ class OutputProcessor:
         state = kind(handle, request, index, collector, detokenizer, self._stream_interval)
         self._states[slot] = state
         self._by_request_id.setdefault(collector.request_id, []).append(state)
+        if index == request.first_index:  # the n sequences have one prompt
+            self.num_prefill_tokens += len(request.prompt_token_ids)
         return state
 
-    def abort(self, request_id: str) -> list[int]:
-        """End every sequence of a request id with finish reason abort; return their handles."""
-        states = list(self._by_request_id.get(request_id, ()))
+    def abort(self, request_id: str, collector: RequestOutputCollector | None = None) -> list[int]:
+        """End every sequence of a request id, or of one request, with finish reason abort; return their handles."""
+        states = [s for s in self._by_request_id.get(request_id, ()) if collector in (None, s.collector)]
         for state in states:
             self._forget(state, "abort")
             output = state.abort()
@@ -414,9 +417,14 @@ class OutputProcessor:
             self._metrics.note_first(now_ns - state.request.arrival_ns)
             collector = state.collector
             if not collector.is_prompt_done:
-                collector.is_prompt_done, collector.num_cached_tokens = True, num_cached
+                collector.num_cached_tokens = num_cached
+                self._end_prefill(collector)
                 was_looked_for = state.params.prompt_logprobs is None
                 self._metrics.note_prompt(len(collector.prompt_token_ids), num_cached, was_looked_for=was_looked_for)
+
+    def _end_prefill(self, collector: RequestOutputCollector) -> None:
+        collector.is_prompt_done = True
+        self.num_prefill_tokens -= len(collector.prompt_token_ids)
 
     def _forget(self, state: RequestState, reason: str) -> None:
         state.is_live = False
@@ -429,6 +437,8 @@ class OutputProcessor:
         if not siblings:
             del self._by_request_id[state.collector.request_id]
         num_left = sum(sibling.collector is state.collector for sibling in siblings)
+        if not num_left and not state.collector.is_prompt_done:
+            self._end_prefill(state.collector)
         self._metrics.note_end(state.handle, _finished(state, reason, num_left, self._metrics.published_ns))
 
 

@@ -47,6 +47,7 @@ class Plan:
     grammar: str
     use: ToolUse | None
     arrival_ns: int
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +154,7 @@ async def _prepare_from(plan: Plan, start: int) -> Prepared:
         request_id=plan.response_id, prompt=text, params=await _params(plan, parsing),
         kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
         add_special_tokens=bool(body.add_special_tokens), priority=body.priority or 0, cache_salt=body.cache_salt or "",
-        adapter=serving.adapter(body.model), arrival_ns=plan.arrival_ns,
+        adapter=serving.adapter(body.model), deadline_s=plan.deadline_s, arrival_ns=plan.arrival_ns,
     )  # fmt: skip
     return Prepared(request=await serving.llm.input_processor.process(request), parsing=parsing)
 

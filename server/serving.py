@@ -108,11 +108,12 @@ class StreamResponse:
         try:
             _submit(self._llm, self._requests, collectors, stream)
             sink.on_writable = _Flush(collectors)
+            sink.on_idle = stream.keep_alive
             for collector in collectors:
                 collector.attach(stream)
             await sink.wait_closed(receive)
         finally:
-            sink.on_writable = None
+            sink.on_writable = sink.on_idle = None
             for collector in collectors:
                 self._llm.release(collector)
 

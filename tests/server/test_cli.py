@@ -11,6 +11,7 @@ import pytest
 
 from server import cli, launcher, log_format, model_path
 from server.config import ServeConfig
+from server.config_file import plain_type
 from server.errors import StartupError
 
 OPTIONS = [field for field in dataclasses.fields(ServeConfig) if field.name != "model"]
@@ -34,11 +35,13 @@ def other_value(field: "dataclasses.Field[Any]") -> tuple[list[str], Any]:
     """Return arguments that set an option to another value than its default, and the value."""
     if field.type is bool:
         return [], True
+    if field.name == "root_path":
+        return ["/a"], "/a"
     if "choices" in field.metadata:
         return [field.metadata["choices"][-1]], field.metadata["choices"][-1]
     if typing.get_origin(field.type) is tuple:
         return ["https://a=1", "https://b=2"], ("https://a=1", "https://b=2")
-    kind = cli._plain_type(field.type)
+    kind = plain_type(field.type)
     return ["77"], kind("77")
 
 
