@@ -271,8 +271,8 @@ def connection_made(self, transport):
     protocols.append(self)
     made(self, transport)
 
-def with_route(serving):
-    app = build_app(serving)
+def with_route(serving, **options):
+    app = build_app(serving, **options)
     app.router.routes.append(Route("/types", types))
     return app
 
