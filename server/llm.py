@@ -20,7 +20,7 @@ from server.async_llm import AsyncLLM
 from server.chat_request import ChatCompletionRequest
 from server.chat_settings import ChatSettings
 from server.config import ServeConfig
-from server.errors import EngineDeadError, EngineGenerateError, RequestError
+from server.errors import EngineDeadError, EngineGenerateError, RequestError, shown
 from server.input_processor import EncodeRequest, GenerateRequest, ProcessedRequest
 from server.outputs import EmbeddingOutput, OutputKind, RequestOutput
 from server.sampling_params import SamplingParams
@@ -172,6 +172,8 @@ class LLM:
 
     def _generate(self, prompts: Sequence[Prompt], params: Params, name: str, *, use_tqdm: bool) -> list[RequestOutput]:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if not (isinstance(each, Sequence) and all(isinstance(one, SamplingParams) for one in each)):
+            raise RequestError(f"params are {shown(params)}: SamplingParams for all, or a list of one for each")
         if len(each) != len(prompts):
             raise RequestError(f"params are {len(each)} for {len(prompts)} {name}: one for all, or one for each")
         requests = [
@@ -249,6 +251,8 @@ def _shut_down(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return several prompts, or the one, as a list."""
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts is {shown(prompts)}: a text, token ids, or a list of either", param="prompts")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
@@ -269,6 +273,8 @@ def _pooling(name: str | None) -> Pooling | None:
 
 def _conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
     """Return several conversations, or the one, as a list."""
+    if not isinstance(messages, Sequence):
+        raise RequestError(f"messages is {shown(messages)}: a list of messages, or several", param="messages")
     return [messages] if messages and isinstance(messages[0], dict) else messages  # type: ignore[list-item,return-value]
 
 

@@ -66,7 +66,7 @@ async def chat_completions(request: Request) -> ASGIApp:
     defaults = serving.llm.model.sampling_defaults
     params = body.sampling_params(body.token_limit(), defaults, logprobs=body.num_logprobs())
     use = body.tool_use()
-    prompt = serving.chat.prompt(body.chat_prompt(), use)
+    prompt = await serving.chat.prompt_of(body, use)
     serving.llm.check_admission(params.n)
     text = await serving.llm.input_processor.render_chat(prompt)
     echoed = [body.echoed_text(prompt)] if body.echo else None
@@ -157,6 +157,7 @@ async def _process(
                 add_special_tokens=prompts.add_special_tokens,
                 first_index=i * params.n,
                 truncation=truncation,
+                limit_name=body.limit_name,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
                 arrival_ns=times.arrival_ns,

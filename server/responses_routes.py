@@ -66,7 +66,7 @@ async def input_items(request: Request) -> ASGIApp:
     items = _stored(request).items()
     query = request.query_params
     limit, order = query.get("limit", "20"), query.get("order", "desc")
-    if not (limit.isdecimal() and 1 <= int(limit) <= _MAX_LISTED):
+    if not (limit.isascii() and limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= _MAX_LISTED):
         raise RequestError(f"limit is {shown(limit)}: must be from 1 to {_MAX_LISTED}", param="limit")
     if order not in ("asc", "desc"):
         raise RequestError(f"order is {shown(order)}: must be asc or desc", param="order")
