@@ -135,7 +135,7 @@ def test_a_format_is_a_grammar() -> None:
 def test_logprobs_are_included_on_demand() -> None:
     assert request(include=[LOGPROBS]).params({}).logprobs == 0
     assert request(include=[LOGPROBS], top_logprobs=3).params({}).logprobs == 3
-    with pytest.raises(RequestError, match="top_logprobs is 2: name message.output_text.logprobs in include"):
+    with pytest.raises(RequestError, match=r"top_logprobs is 2: name message\.output_text.logprobs in include"):
         request(top_logprobs=2).params({})
 
 
