@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -177,21 +177,75 @@ class AdaptedLinear:
         return self(x) * other if self.rows.groups else self.inner.mul(x, other)
 
 
+class _Site(NamedTuple):
+    """A place in the model where adapters can have a part."""
+
+    parts: dict[int, _Part]
+    pieces: Sequence["Piece"]
+
+
 class Adapters:
-    """An engine's adapters, numbered from 1, for the layers of one model.
+    """An engine's adapters for the layers of one model. A number is given once, whoever comes and goes.
 
     Args:
-        adapters: Loaded ones.
+        adapters: Loaded ones, by number, from 1 on.
         factory: Makes the low-rank layers, as the model's own.
+        is_open: Whether `add` may be called, so that all layers must be ready for it.
     """
 
     def __init__(
-        self, adapters: Sequence[Adapter], factory: LinearFactory, dtype: torch.dtype, device: torch.device
+        self,
+        adapters: Mapping[int, Adapter],
+        factory: LinearFactory,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_open: bool = False,
     ) -> None:
         self.rows = AdapterRows(device)
-        self.names = tuple(adapter.name for adapter in adapters)
-        self._adapters, self._factory, self._dtype, self._device = adapters, factory, dtype, device
-        self._unused = [set(adapter.parts) for adapter in adapters]
+        self.is_open = is_open
+        self.numbers = {adapter.name: number for number, adapter in adapters.items()}  # what requests can name
+        self._adapters, self._factory, self._dtype, self._device = dict(adapters), factory, dtype, device
+        self._last_number = max(adapters, default=0)
+        self._sites: list[_Site] = []
+        self._unused = {number: set(adapter.parts) for number, adapter in adapters.items()}
+
+    def renew(self) -> "Adapters":
+        """Return the same adapters, for the layers of a model that is to be loaded again."""
+        new = Adapters(self._adapters, self._factory, self._dtype, self._device, is_open=self.is_open)
+        new.numbers, new._last_number = self.numbers, self._last_number
+        return new
+
+    def add(self, adapter: Adapter) -> None:
+        """Give every layer its part of a further adapter; all or nothing.
+
+        Raises:
+            AdapterError: If a part's shape is not that of its layer, or it has no layer.
+        """
+        assert self.is_open
+        unused, made = set(adapter.parts), []
+        for site in self._sites:
+            own = [adapter.parts.get(piece.name) for piece in site.pieces]
+            if any(own):
+                unused -= {piece.name for piece in site.pieces}
+                made.append((site.parts, self._make_part(adapter.name, own, site.pieces)))
+        _check_used(adapter.name, unused)
+        self._last_number += 1
+        for parts, part in made:
+            parts[self._last_number] = part
+        self._adapters[self._last_number] = adapter
+        self.numbers[adapter.name] = self._last_number
+
+    def free(self, number: int) -> None:
+        """Free an adapter that no row will have again."""
+        del self._adapters[number]
+        for site in self._sites:
+            site.parts.pop(number, None)
+
+    @property
+    def nameless(self) -> set[int]:
+        """The adapters that no further request can name."""
+        return self._adapters.keys() - self.numbers.values()
 
     def wrap(self, linear: Linear, pieces: Sequence["Piece"]) -> Linear:
         """Return a layer that applies the adapters, or the same one if none has a part in it.
@@ -204,12 +258,14 @@ class Adapters:
             AdapterError: If a part's shape is not that of its layer.
         """
         parts = {}
-        for number, adapter in enumerate(self._adapters, 1):
+        for number, adapter in self._adapters.items():
             own = [adapter.parts.get(piece.name) for piece in pieces]
             if any(own):
-                self._unused[number - 1] -= {piece.name for piece in pieces}
+                self._unused[number] -= {piece.name for piece in pieces}
                 parts[number] = self._make_part(adapter.name, own, pieces)
-        return AdaptedLinear(linear, parts, self.rows) if parts else linear
+        if self.is_open:
+            self._sites.append(_Site(parts, pieces))
+        return AdaptedLinear(linear, parts, self.rows) if parts or self.is_open else linear
 
     def check_all_used(self) -> None:
         """See that every part has found its layer.
@@ -217,12 +273,8 @@ class Adapters:
         Raises:
             AdapterError: If not: what is no linear layer of a decoder block cannot be adapted.
         """
-        for adapter, unused in zip(self._adapters, self._unused, strict=True):
-            if unused:
-                raise AdapterError(
-                    f"adapter {adapter.name!r} is not supported: its targets {', '.join(sorted(unused)[:3])} are no "
-                    "linear layers of this model's decoder blocks"
-                )
+        for number, unused in self._unused.items():
+            _check_used(self._adapters[number].name, unused)
 
     def _make_part(self, name: str, own: Sequence[LowRank | None], pieces: Sequence["Piece"]) -> _Part:
         """Put the pieces' parts together: the A's one below the other, the B's on a diagonal."""
@@ -243,6 +295,14 @@ class Adapters:
         stacked = torch.cat(downs), torch.block_diag(*ups)  # type: ignore[no-untyped-call]
         down, up = (weight.to(self._device, self._dtype) for weight in stacked)
         return _Part(make(down, can_quantize=False), make(up, can_quantize=False))
+
+
+def _check_used(name: str, unused: set[str]) -> None:
+    if unused:
+        raise AdapterError(
+            f"adapter {name!r} is not supported: its targets {', '.join(sorted(unused)[:3])} are no linear layers of "
+            "this model's decoder blocks"
+        )
 
 
 @dataclass(slots=True, frozen=True)

@@ -20,7 +20,7 @@ class Salt(NamedTuple):
     """Who may share blocks: only requests that agree in all of it. The content before a request's first block."""
 
     cache_salt: str
-    adapter: str
+    adapter: int  # its number, which is never another's
 
 
 class Prefix(NamedTuple):
@@ -146,6 +146,17 @@ class BlockPool:
         self._contents[block_id] = content
         self._index[content] = (block_id, content_id)
         return content_id
+
+    def try_reset(self) -> bool:
+        """Forget the content of every block; False, and nothing is forgotten, while any block is held."""
+        if self.num_used:
+            return False
+        for block_id in self._cached:
+            self._contents[block_id] = None
+        self._blank += reversed(self._cached)
+        self._cached.clear()
+        self._index.clear()
+        return True
 
     def _evict(self) -> int:
         """Take the block that was used least recently out of the index."""

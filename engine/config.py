@@ -42,6 +42,7 @@ class EngineConfig:
     quantization: Quantization = "auto"  # auto: int4 for few rows where that loses nothing, on a CPU in bfloat16
     overlap: Overlap = "auto"  # two steps in flight. auto: on a GPU, which the host would keep waiting else
     deterministic: bool = False  # whether a request's tokens are free of its batch mates' influence, which costs speed
+    runtime_adapters: bool = False  # whether more may come while it runs: every layer looks for them then
     adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA: the name that requests use, its PEFT directory
     kv_cache_tokens: int | None = None  # None: what half of the free memory holds, no more than all seats can use
 

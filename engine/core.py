@@ -19,8 +19,9 @@ from engine.block_pool import BlockPool, PoolCounters
 from engine.chunk_budget import ChunkBudget
 from engine.collect import collect, deliver
 from engine.config import EngineConfig
+from engine.control_adapters import ModelAdapters
 from engine.grammar import CompiledGrammar, GrammarCompiler
-from engine.interface import RequestFailedError
+from engine.interface import MemoryPart, RequestFailedError
 from engine.request import Request
 from engine.runner import Runner, make_runner
 from engine.sampler import Samples, sample, sample_each
@@ -141,6 +142,29 @@ class EngineCore:
         self.step_costs.publish_ns += published_ns - self._handed_out_ns
         self.step_costs.settle_ns += time.monotonic_ns() - published_ns
 
+    def finish(self) -> Step | None:
+        """Return None: a step is done once it is handed out."""
+        return None
+
+    def reset_prefix_cache(self, *, preempts: bool) -> bool:
+        """Forget what blocks hold, as `engine.interface.Engine` says."""
+        if preempts:
+            self.scheduler.preempt_all()
+        return self._pool.try_reset()
+
+    def release(self, part: MemoryPart) -> None:
+        """Free the weights' memory or the KV cache's."""
+        self._runner.release(part)
+
+    def restore(self, part: MemoryPart) -> None:
+        """Load the weights again, or make an empty KV cache."""
+        self._runner.restore(part)
+
+    @property
+    def adapters(self) -> ModelAdapters:
+        """LoRA adapters that come and go."""
+        return ModelAdapters(self._runner, self.scheduler)
+
     def idle_step(self) -> Step:
         """Return a Step without rows, only with the figures of now."""
         return self.figures(0, 0)
@@ -221,11 +245,13 @@ class EngineCore:
 
     def _adapter(self, request: AddRequest) -> int:
         """Return the number of the adapter that a request names, 0 if none."""
-        names = self._runner.adapter_names
-        if request.adapter and request.adapter not in names:
-            known = ", ".join(names) or "none"
+        if not request.adapter:
+            return 0
+        numbers = self._runner.adapters.numbers
+        if request.adapter not in numbers:
+            known = ", ".join(numbers) or "none"
             raise RequestFailedError(request.handle, f"there is no adapter {request.adapter!r}: known are {known}")
-        return names.index(request.adapter) + 1 if request.adapter else 0
+        return numbers[request.adapter]
 
     def fail(self, reasons: dict[int, str]) -> None:
         """Drop requests, by handle, and report why."""

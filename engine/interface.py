@@ -1,7 +1,7 @@
 """What the engine loop (engine/loop.py) drives: the real EngineCore and the synthetic engine are both an Engine."""
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 from shm_transport.messages import AddRequest, Data
 from shm_transport.step import Step
@@ -13,6 +13,44 @@ class RequestFailedError(Exception):
     def __init__(self, handle: int, message: str) -> None:
         super().__init__(message)
         self.handle = handle
+
+
+MemoryPart = Literal["weights", "kv_cache"]
+CallFault = Literal["invalid", "not_found", "conflict", "failed"]
+
+
+class CallError(Exception):
+    """A CALL cannot be carried out. `fault` tells the server whose fault that is: "failed" is the engine's own."""
+
+    def __init__(self, message: str, *, fault: CallFault = "invalid") -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+class AdapterStore(Protocol):
+    """LoRA adapters that come and go while an engine runs."""
+
+    def read(self, name: str, path: str) -> Any:
+        """Return what `add` takes; the only method for any thread.
+
+        Raises:
+            CallError: If there is no adapter at `path`, or not one that is supported.
+        """
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def add(self, adapter: Any) -> None:
+        """Let requests name an adapter from now on.
+
+        Raises:
+            CallError: If it is of another model, or the engine was not started for adapters that come later.
+        """
+
+    def remove(self, name: str) -> None:
+        """Let no further request name an adapter; those that have it keep it. It must be there."""
+
+    def try_free(self) -> bool:
+        """Free what no live request needs of removed adapters; return whether nothing is left of them."""
 
 
 class Engine(Protocol):
@@ -46,8 +84,32 @@ class Engine(Protocol):
     def after_step(self) -> None:
         """Do what the step's record did not need; called after each `step`, once its record is out."""
 
+    def finish(self) -> Step | None:
+        """Finish a step that is in flight without beginning another; None if there is none."""
+
     def idle_step(self) -> Step:
         """Return a Step without rows, only with the figures of now: published after an abort that left no work."""
+
+    def reset_prefix_cache(self, *, preempts: bool) -> bool:
+        """Forget what blocks hold, with no step in flight; False if requests hold blocks.
+
+        Args:
+            preempts: Take the blocks from those who run first; they will compute again.
+        """
+
+    def release(self, part: MemoryPart) -> None:
+        """Free what a part takes; called once, with no step in flight and no block held. No step until `restore`."""
+
+    def restore(self, part: MemoryPart) -> None:
+        """Undo `release`: the weights as they were, or as they are on disk by now; the KV cache empty.
+
+        Raises:
+            Exception: If it cannot be had; the part stays released.
+        """
+
+    @property
+    def adapters(self) -> AdapterStore | None:
+        """LoRA adapters; None if the engine knows none."""
 
     def take_failures(self) -> list[RequestFailedError]:
         """Return and forget the requests that failed in the last `step`; they are already dropped."""

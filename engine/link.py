@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from collections import deque
 
 from engine.interface import RequestFailedError
@@ -16,7 +17,6 @@ from shm_transport.step import Step
 from shm_transport.step_ring import StepWriter
 
 _U64 = struct.Struct("<Q")
-_WAIT_SLICE_S = 0.5  # how often an idle engine looks whether its server still lives
 
 InMessage = AddRequest | Abort | Call
 
@@ -47,15 +47,15 @@ class EngineLink:
         self._early.clear()
         return messages
 
-    def wait(self) -> list[InMessage]:
-        """Wait for messages; [] now and then, after a look at the server.
+    def wait(self, slice_s: float) -> list[InMessage]:
+        """Wait up to `slice_s` for messages; [], after a look at the server, if there were none.
 
         Raises:
             PeerDiedError: If the server is gone.
         """
         if self._early:
             return self.drain()
-        messages = self._inbox.wait(_WAIT_SLICE_S)
+        messages = self._inbox.wait(slice_s)
         if not messages:
             self._check_server()
         return messages
@@ -65,6 +65,11 @@ class EngineLink:
         published_ns = self._writer.publish(step)
         self._count_stalls()
         return published_ns
+
+    def note_aborted(self, num_handles: int) -> None:
+        """Have the next step records say that aborts have been carried out."""
+        self._writer.num_aborted += num_handles
+        self._writer.aborted_ns = time.monotonic_ns()
 
     def send_ready(self, limits: dict[str, int]) -> None:
         """Tell the server that requests may come."""

@@ -1,19 +1,19 @@
 """The engine's step loop: inbox, one step, one record. The same for the real and the synthetic engine."""
 
 import gc
-import json
-import logging
+from collections.abc import Callable
 
-from engine.interface import Engine, RequestFailedError
+from engine.control import Control
+from engine.interface import Engine
 from engine.link import EngineLink, InMessage
 from engine.step_log import StepLog
+from engine.stepper import Stepper
 from shm_transport.messages import AddRequest
 from shm_transport.request_ring import Abort
-
-logger = logging.getLogger(__name__)
-
+from shm_transport.step import Step
 
 _COLLECT_EVERY = 4096  # steps, for an engine that is never idle
+_CHANGES = (Abort, (Abort, AddRequest))  # messages after which figures are told although no step follows; if paused
 
 
 def run(engine: Engine, link: EngineLink, step_log: StepLog | None = None) -> None:
@@ -30,60 +30,37 @@ def run(engine: Engine, link: EngineLink, step_log: StepLog | None = None) -> No
     gc.disable()
     try:
         link.send_ready(engine.limits())
-        _serve(engine, link, step_log)
+        stepper = Stepper(engine, link, step_log)
+        _serve(link, Control(engine, link, stepper), stepper, engine.idle_step)
     finally:
         gc.enable()
         gc.unfreeze()
 
 
-def _serve(engine: Engine, link: EngineLink, step_log: StepLog | None) -> None:
+def _serve(link: EngineLink, control: Control, stepper: Stepper, idle_step: Callable[[], Step]) -> None:
     num_steps = 0  # since the last collection
     while True:
-        is_idle = not engine.has_work
-        messages = link.wait() if is_idle else link.drain()
-        if any(_apply(message, engine, link) for message in messages):
+        is_idle = not control.has_step
+        messages = link.wait(control.wait_s) if is_idle else link.drain()
+        if any(_apply(message, control) for message in messages):
             return
-        if engine.has_work:
-            _step(engine, link, step_log)
+        if control.has_step:
+            stepper.run()
             num_steps += 1
-        elif any(isinstance(message, Abort) for message in messages):
-            link.publish(engine.idle_step())
+        elif any(isinstance(message, _CHANGES[control.is_paused]) for message in messages):
+            link.publish(idle_step())
+        control.retry()
         if num_steps >= _COLLECT_EVERY or (num_steps and is_idle and not messages):
             gc.collect()
             num_steps = 0
 
 
-def _apply(message: InMessage, engine: Engine, link: EngineLink) -> bool:
-    """Hand one message to the engine; return whether it was the order to shut down."""
+def _apply(message: InMessage, control: Control) -> bool:
+    """Carry out one message; return whether it was the order to shut down."""
     if isinstance(message, AddRequest):
-        try:
-            engine.add(message)
-        except RequestFailedError as failure:
-            link.send_failure(failure)
+        control.add(message)
     elif isinstance(message, Abort):
-        engine.abort(message.handles)
+        control.abort(message.handles)
     else:
-        method = json.loads(message.body).get("method")
-        if method == "shutdown":
-            link.send_reply(message.call_id, {"result": True})
-            return True
-        if method == "stats":
-            link.send_reply(message.call_id, {"result": engine.stats()})
-        else:
-            error = f"unknown method {method!r}: the engine knows 'shutdown' and 'stats'"
-            link.send_reply(message.call_id, {"error": error})
+        return control.call(message)
     return False
-
-
-def _step(engine: Engine, link: EngineLink, step_log: StepLog | None) -> None:
-    link.heartbeat.open_step()
-    step = engine.step()
-    for data in engine.take_data():  # before the step: a request's last row is the last thing that is said of it
-        link.send_data(data)
-    published_ns = link.publish(step) if step is not None else 0
-    for failure in engine.take_failures():
-        link.send_failure(failure)
-    engine.after_step()
-    if step is not None and step_log is not None:
-        step_log.write(published_ns, step)
-    link.heartbeat.close_step()

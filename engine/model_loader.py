@@ -22,10 +22,15 @@ def load_config(path: str) -> Any:
         ModelLoadError: If the config cannot be read, or names an architecture that transformers does not know.
         UnsupportedModelError: If transformers has no causal language model of this architecture.
     """
-    read_config(path)
+    has_code = "auto_map" in read_config(path)
     try:
-        model_config = AutoConfig.from_pretrained(path, local_files_only=True)
+        model_config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as exc:  # transformers documents no limit to what it raises on a bad file
+        if has_code:
+            raise UnsupportedModelError(
+                f"{path} needs code of its own (auto_map in config.json), which is never run: serve a model of an "
+                "architecture that transformers has"
+            ) from exc
         raise ModelLoadError(f"the config of {path} cannot be read: {exc}") from exc
     if type(model_config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModelError(
@@ -42,7 +47,12 @@ def load_model(config: EngineConfig, model_config: Any, device: torch.device) ->
         UnsupportedModelError: If the model takes no attention function from outside.
         NotEnoughMemoryError: If they are larger than the free memory.
     """
-    check_memory(config.model, weight_files(config.model), device)
+    if not (files := weight_files(config.model)):
+        raise ModelLoadError(
+            f"{config.model} holds no safetensors weights; pickled ones, such as pytorch_model.bin, can run code and "
+            "are never loaded: convert it with save_pretrained()"
+        )
+    check_memory(config.model, files, device)
     auto: Any = AutoModelForCausalLM
     try:
         model, loading = auto.from_pretrained(
@@ -51,6 +61,8 @@ def load_model(config: EngineConfig, model_config: Any, device: torch.device) ->
             dtype=config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
             attn_implementation=ATTENTION_NAME,
             local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
             output_loading_info=True,
         )
     except KeyError as exc:

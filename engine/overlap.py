@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from engine.batch import Batch, pack
 from engine.core import EngineCore
-from engine.interface import RequestFailedError
+from engine.interface import AdapterStore, MemoryPart, RequestFailedError
 from engine.logit_rules import has_rules
 from engine.request import Request
 from engine.sampler import NOT_FINITE
@@ -125,10 +125,7 @@ class OverlappingCore:
         if not self._host_bound:
             self._in_flight = self._try_launch(previous)
             return None if previous is None else self._finish(previous)
-        if previous is None:
-            return self._core.step()
-        self._in_flight = None
-        return self._finish(previous)
+        return self._core.step() if previous is None else self.finish()
 
     def after_step(self) -> None:
         """Do what the step's record did not need."""
@@ -143,6 +140,28 @@ class OverlappingCore:
         )
         costs.publish_ns += published_ns - self._handed_out_ns
         costs.settle_ns += time.monotonic_ns() - published_ns
+
+    def finish(self) -> Step | None:
+        """Finish the step in flight without launching another."""
+        previous, self._in_flight = self._in_flight, None
+        return None if previous is None else self._finish(previous)
+
+    def reset_prefix_cache(self, *, preempts: bool) -> bool:
+        """Forget what blocks hold, as `engine.interface.Engine` says."""
+        return self._core.reset_prefix_cache(preempts=preempts)
+
+    def release(self, part: MemoryPart) -> None:
+        """Free the weights' memory or the KV cache's."""
+        self._core.release(part)
+
+    def restore(self, part: MemoryPart) -> None:
+        """Load the weights again, or make an empty KV cache."""
+        self._core.restore(part)
+
+    @property
+    def adapters(self) -> AdapterStore:
+        """LoRA adapters that come and go."""
+        return self._core.adapters
 
     def idle_step(self) -> Step:
         """Return a Step without rows, only with the figures of now."""

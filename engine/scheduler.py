@@ -127,6 +127,10 @@ class Scheduler:
         """Requests that hold a seat."""
         return len(self._running)
 
+    def live_adapters(self) -> set[int]:
+        """Return the numbers of the adapters of all requests that wait or run; 0 stands for none."""
+        return {request.adapter for request in self._live.values()}
+
     def is_live(self, handle: int) -> bool:
         """Whether a request waits or runs."""
         return handle in self._live
@@ -316,8 +320,16 @@ class Scheduler:
         self._pool.release(request.block_ids)
         request.block_ids = []
 
+    def preempt_all(self) -> None:
+        """Take seats and blocks from all who run; not with an assumed step in flight. They join again like others."""
+        for request in reversed(self._running.copy()):
+            self._give_back(request)
+
     def _preempt(self, request: Request) -> None:
         assert len(self._running) > 1, "a request that fits the pool alone had no room alone"
+        self._give_back(request)
+
+    def _give_back(self, request: Request) -> None:
         self._unseat(request)
         request.num_computed_tokens = request.num_registered_blocks = request.content_id = 0
         request.num_preemptions += 1
@@ -510,4 +522,4 @@ def _computed(plan: Plan) -> list[tuple[Request, int]]:
 
 
 def _salt(request: Request) -> Salt:
-    return Salt(request.params.cache_salt, request.params.adapter)
+    return Salt(request.params.cache_salt, request.adapter)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.interface import RequestFailedError
+from engine.interface import MemoryPart, RequestFailedError
 from shm_transport.messages import AddRequest, Data
 from shm_transport.records import DataContent, FinishReason, Pooling
 from shm_transport.step import FirstRowColumns, LogprobColumns, Step
@@ -108,6 +108,24 @@ class SyntheticEngine:
 
     def after_step(self) -> None:
         """Do nothing: there is nothing to settle."""
+
+    def finish(self) -> Step | None:
+        """Return None: a step is done once it is handed out."""
+        return None
+
+    def reset_prefix_cache(self, *, preempts: bool) -> bool:  # noqa: ARG002  # the interface's
+        """Return True: there is no cache."""
+        return True
+
+    def release(self, part: MemoryPart) -> None:
+        """Do nothing: there is no model."""
+
+    def restore(self, part: MemoryPart) -> None:
+        """Do nothing."""
+
+    @property
+    def adapters(self) -> None:
+        """There are none."""
 
     def idle_step(self) -> Step:
         """Return the figures of now."""

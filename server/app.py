@@ -17,10 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from server import embeddings, model_routes, openai_routes, responses_routes, tokenize_routes
+from server import control_routes, embeddings, model_routes, openai_routes, responses_routes, tokenize_routes
 from server.endpoint import Endpoint
-from server.errors import MethodNotAllowedError, NotFoundError, RequestError, ServerError
+from server.errors import MethodNotAllowedError, NotFoundError, RequestError, ServerError, ShuttingDownError
 from server.json_response import JsonResponse, error_response
+from server.metrics_export import MetricsCollector, metrics
+from server.metrics_process import ProcessClock
 from server.openapi import make_document
 from server.request_id import echoed_header
 from server.serving import Serving
@@ -46,8 +48,11 @@ class VersionResponse(msgspec.Struct):
     version: str
 
 
-def build_app(serving: Serving) -> Starlette:
+def build_app(serving: Serving, *, has_dev_routes: bool = False) -> Starlette:
     """Return the application. Its life span starts the reader task, and ends the engine."""
+    endpoints = (*ENDPOINTS, *control_routes.ENDPOINTS) if has_dev_routes else ENDPOINTS
+
+    process_clock = ProcessClock()
 
     @contextlib.asynccontextmanager
     async def life_span(_: Starlette) -> AsyncIterator[None]:
@@ -55,11 +60,13 @@ def build_app(serving: Serving) -> Starlette:
         gc.collect()
         gc.freeze()  # what is there now stays: later collections need not look at it
         gc.set_threshold(*_GC_THRESHOLDS)
+        process_clock.start()
         yield
+        process_clock.stop()
         await serving.llm.shutdown()
 
     app = Starlette(
-        routes=[endpoint.route() for endpoint in ENDPOINTS],
+        routes=[endpoint.route() for endpoint in endpoints],
         exception_handlers={
             ServerError: _server_error,
             HTTPException: _http_exception,
@@ -69,12 +76,23 @@ def build_app(serving: Serving) -> Starlette:
     )
     app.router.redirect_slashes = False
     app.state.serving = serving
+    app.state.endpoints = endpoints
+    app.state.metrics_collector = MetricsCollector(serving.llm, process_clock, serving.model_names[0])
     return app
 
 
 async def health(request: Request) -> ASGIApp:
     """GET /health: 200 while the engine is well, 503 once it is dead or stuck."""
     await request.app.state.serving.llm.check_health()
+    return Response()
+
+
+async def ready(request: Request) -> ASGIApp:
+    """GET /ready: 200 while new requests are taken; while the model loads nothing listens."""
+    llm = request.app.state.serving.llm
+    await llm.check_health()
+    if llm.is_draining:
+        raise ShuttingDownError("the server is shutting down")
     return Response()
 
 
@@ -91,7 +109,7 @@ async def version(request: Request) -> ASGIApp:
 
 async def openapi(request: Request) -> ASGIApp:
     """GET /openapi.json."""
-    return JsonResponse(make_document(ENDPOINTS, request.app.state.serving.version))
+    return JsonResponse(make_document(request.app.state.endpoints, request.app.state.serving.version))
 
 
 ENDPOINTS = (
@@ -101,9 +119,13 @@ ENDPOINTS = (
     *tokenize_routes.ENDPOINTS,
     *model_routes.ENDPOINTS,
     Endpoint(path="/health", handler=health, summary="Say whether the engine is well", methods=("GET",)),
+    Endpoint(path="/ready", handler=ready, summary="Say whether new requests are taken", methods=("GET",)),
     Endpoint(path="/ping", handler=health, summary="Do as /health", methods=("GET", "POST")),
     Endpoint(path="/load", handler=load, summary="Count live requests", methods=("GET",), answer=LoadResponse),
     Endpoint(path="/version", handler=version, summary="Name the version", methods=("GET",), answer=VersionResponse),
+    Endpoint(
+        path="/metrics", handler=metrics, summary="Count for Prometheus", methods=("GET",), media_type="text/plain"
+    ),
     Endpoint(
         path="/openapi.json", handler=openapi, summary="Describe all of this", methods=("GET",), answer=dict[str, Any]
     ),

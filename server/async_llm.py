@@ -10,14 +10,24 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from server.collector import RequestOutputCollector
 from server.config import ServeConfig
+from server.engine_calls import EngineCalls
 from server.engine_client import EngineClient
 from server.engine_process import EngineProcess
-from server.errors import EngineDeadError, EngineGenerateError, OverloadedError, ServerError
+from server.errors import (
+    EngineDeadError,
+    EngineGenerateError,
+    OverloadedError,
+    RequestError,
+    ServerError,
+    ShuttingDownError,
+)
 from server.hop_clock import HopClock, HopTimes
 from server.input_processor import EncodeRequest, GenerateRequest, InputProcessor, ProcessedRequest
+from server.metrics import Metrics
 from server.model_info import ModelInfo
 from server.model_path import locate_tokenizer
 from server.output_processor import OutputProcessor
@@ -35,6 +45,7 @@ _RECHECK_S = 1.0  # the longest wait for a record before everything is looked at
 _FLUSH_S = 0.001
 _HAND_OVER_S = 0.02
 _HANDLE = struct.Struct("<Q")
+_RESERVED_METHODS = ("shutdown",)
 
 
 @dataclass(slots=True)
@@ -50,7 +61,11 @@ class _Pipe:
 
     def __init__(self, engine: EngineProcess, model: ModelInfo, stream_interval: int) -> None:
         self.engine = engine
-        self.outputs = OutputProcessor(model.tokenizer, self.abort, stream_interval=stream_interval)
+        self.metrics = Metrics()
+        self.outputs = OutputProcessor(
+            model.tokenizer, self.abort, stream_interval=stream_interval, metrics=self.metrics
+        )
+        self.calls = EngineCalls(engine.outbox)
         self.load = Load()
         self.num_coalesced = 0
         self.hop_clock = HopClock()
@@ -89,7 +104,14 @@ class _Pipe:
     def abort(self, handles: list[int]) -> None:
         """Have the engine drop sequences."""
         self.engine.outbox.abort(handles)
+        self.metrics.note_abort(self.engine.outbox.num_aborted)
         self.flush()
+
+    def end(self, collector: RequestOutputCollector) -> None:
+        """End a request with what it has, finish reason abort."""
+        handles = self.outputs.abort(collector.request_id, collector)
+        if handles and self.dead_error is None:
+            self.abort(handles)
 
     def flush(self) -> None:
         """Write what the request ring has room for, and come back in a millisecond for the rest."""
@@ -109,6 +131,7 @@ class _Pipe:
             if not self.engine.is_stopping:
                 logger.error("%s; %d requests fail", cause, self.outputs.num_live)
             self.outputs.fail_all(self.dead_error)
+            self.calls.fail_all(self.dead_error)
             for callback in self.on_death:
                 callback()
 
@@ -120,17 +143,26 @@ class AsyncLLM(EngineClient):
         engine: A started engine process; AsyncLLM ends it with `shutdown`.
         model: What the front end knows of the model.
         max_num_queued_reqs: Live sequences beyond which a request is refused with OverloadedError.
+        max_num_queued_tokens: The same for prompt tokens of requests without a first token; one is always taken.
         stream_interval: Least number of tokens in a delta, but for the first and the last; a request may ask for more.
     """
 
     def __init__(
-        self, engine: EngineProcess, model: ModelInfo, *, max_num_queued_reqs: int = 2048, stream_interval: int = 1
+        self,
+        engine: EngineProcess,
+        model: ModelInfo,
+        *,
+        max_num_queued_reqs: int = 2048,
+        max_num_queued_tokens: int = 2**22,
+        stream_interval: int = 1,
     ) -> None:
         self.model = model
         self.input_processor = InputProcessor(model)
         self._pipe = _Pipe(engine, model, stream_interval)
         self._max_num_queued_reqs = max_num_queued_reqs
+        self._max_num_queued_tokens = max_num_queued_tokens
         self._is_shut_down = False
+        self.is_draining = False  # takes nothing new
         self._finalizer = weakref.finalize(self, self._pipe.close)
 
     @classmethod
@@ -154,7 +186,11 @@ class AsyncLLM(EngineClient):
             embedding_size=limits.get("embedding_size", 0),
         )
         return cls(
-            engine, model, max_num_queued_reqs=config.max_num_queued_reqs, stream_interval=config.stream_interval
+            engine,
+            model,
+            max_num_queued_reqs=config.max_num_queued_reqs,
+            max_num_queued_tokens=config.max_num_queued_tokens,
+            stream_interval=config.stream_interval,
         )
 
     @property
@@ -197,6 +233,16 @@ class AsyncLLM(EngineClient):
     def hop_times(self) -> dict[str, HopTimes]:
         """Return how long each hop from the engine's step to the sockets has taken until now."""
         return self._pipe.hop_clock.snapshot()
+
+    @property
+    def engine_limits(self) -> dict[str, int]:
+        """What the engine said of itself in READY."""
+        return self._pipe.engine.limits
+
+    @property
+    def metrics(self) -> Metrics:
+        """What has been counted until now."""
+        return self._pipe.metrics
 
     @property
     def num_live(self) -> int:
@@ -247,20 +293,31 @@ class AsyncLLM(EngineClient):
             raise EngineGenerateError("the request was aborted before its embedding was made")
         return EmbeddingOutput(output.request_id, output.prompt_token_ids, embedding)
 
-    def check_admission(self, num_sequences: int) -> None:
-        """Refuse work that cannot be taken now.
+    def check_admission(self, num_sequences: int, num_prompt_tokens: int = 0) -> None:
+        """Refuse work that cannot be taken now; the prompts' length counts as far as it is known.
 
         Raises:
             EngineDeadError: If the engine is gone.
+            ShuttingDownError: If what runs is the last.
             OverloadedError: If the queue is full.
         """
         if self.is_stopped:
             raise self.dead_error
+        if self.is_draining:
+            raise ShuttingDownError("the server is shutting down: ask another one, or again later")
         num_live = self._pipe.outputs.num_live
         if num_live + num_sequences > self._max_num_queued_reqs:
+            self._pipe.metrics.rejections["max_num_queued_reqs"] += 1
             raise OverloadedError(
                 f"{num_live} requests are queued or running, {num_sequences} more exceed the limit of "
                 f"{self._max_num_queued_reqs} (--max-num-queued-reqs): try again later"
+            )
+        num_queued = self._pipe.outputs.num_prefill_tokens
+        if num_queued and num_queued + num_prompt_tokens > self._max_num_queued_tokens:
+            self._pipe.metrics.rejections["max_num_queued_tokens"] += 1
+            raise OverloadedError(
+                f"{num_queued} prompt tokens are queued, {num_prompt_tokens} more exceed the limit of "
+                f"{self._max_num_queued_tokens} (--max-num-queued-tokens): try again later"
             )
 
     def submit(self, request: ProcessedRequest) -> RequestOutputCollector:
@@ -270,10 +327,10 @@ class AsyncLLM(EngineClient):
             Their collector. The caller must `release` it, however it ends.
 
         Raises:
-            EngineDeadError, OverloadedError: As check_admission.
+            EngineDeadError, ShuttingDownError, OverloadedError: As check_admission.
         """
         params = request.params
-        self.check_admission(params.n)
+        self.check_admission(params.n, len(request.prompt_token_ids))
         self.start()
         pipe = self._pipe
         collector = RequestOutputCollector(request.request_id, request.prompt_token_ids, params.n, request.kind)
@@ -282,6 +339,11 @@ class AsyncLLM(EngineClient):
             states = [pipe.outputs.add(request, index, collector) for index in indexes]
             pipe.engine.outbox.add(request.engine_request([state.handle for state in states]))
             pipe.flush()
+            if request.deadline_s is not None:
+                left_s = max(request.deadline_s - time.monotonic(), 0.0)
+                collector.deadline = asyncio.get_running_loop().call_later(left_s, pipe.end, collector)
+            if not request.pooling:
+                pipe.metrics.note_request(params.n, request.max_tokens)
         except BaseException:
             self.release(collector)
             raise
@@ -289,6 +351,8 @@ class AsyncLLM(EngineClient):
 
     def release(self, collector: RequestOutputCollector) -> None:
         """Abort what is still live of a request whose consumer is done or gone. Never suspends: uncancellable."""
+        if collector.deadline is not None:
+            collector.deadline.cancel()
         handles = self._pipe.outputs.drop(collector)
         if handles and self._pipe.dead_error is None:
             self._pipe.abort(handles)
@@ -300,8 +364,29 @@ class AsyncLLM(EngineClient):
         if handles and self._pipe.dead_error is None:
             self._pipe.abort(handles)
 
+    def abort_requests(self, request_ids: Iterable[str] | None = None) -> int:
+        """End requests with finish reason abort (see EngineClient)."""
+        outputs = self._pipe.outputs
+        names = outputs.request_ids() if request_ids is None else outputs.find(request_ids)
+        handles = [handle for name in names for handle in outputs.abort(name)]
+        if handles and self._pipe.dead_error is None:
+            self._pipe.abort(handles)
+        return len(names)
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Have the engine carry out a method (see EngineClient)."""
+        if method in _RESERVED_METHODS:
+            raise RequestError(f"{method} is the server's own to call", param="method")
+        if self.is_stopped:
+            raise self.dead_error
+        self.start()
+        reply = self._pipe.calls.send(method, args, kwargs)
+        self._pipe.flush()
+        return await reply
+
     def fail_all(self, error: ServerError) -> None:
-        """End every request with an error, in the engine too."""
+        """End every request and every call with an error, the requests in the engine too."""
+        self._pipe.calls.fail_all(error)
         handles = self._pipe.outputs.fail_all(error)
         if handles and self._pipe.dead_error is None:
             self._pipe.abort(handles)
@@ -312,6 +397,10 @@ class AsyncLLM(EngineClient):
             raise self.dead_error
         if (reason := self._pipe.engine.stuck_reason()) is not None:
             raise EngineDeadError(reason)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those that run go on."""
+        self.is_draining = True
 
     def kill(self) -> None:
         """End the engine now, whatever runs: for an exit that cannot wait."""
@@ -369,12 +458,15 @@ async def _drain(pipe: _Pipe) -> None:
 
 
 async def _process(pipe: _Pipe, is_behind: bool) -> None:
-    record = pipe.engine.reader.read()
+    record, outputs = pipe.engine.reader.read(), pipe.outputs
     if isinstance(record, StepRecord):
         read_ns = time.monotonic_ns()
         pipe.load.num_running, pipe.load.num_waiting = record.header.num_running, record.header.num_waiting
-        await pipe.outputs.process(record, is_behind)
+        num_late_rows, num_late_tokens = outputs.num_late_rows, outputs.num_late_tokens
+        pipe.metrics.begin(record, outputs.is_live)
+        await outputs.process(record, is_behind)
         text_ns = time.monotonic_ns()
+        pipe.metrics.end(record, outputs.num_late_rows - num_late_rows, outputs.num_late_tokens - num_late_tokens)
         if record.handles:  # else it has figures alone, and keeps no rhythm
             pipe.engine.waiter.note(record.header.published_ns)
         await pipe.outputs.yield_to_loop()
@@ -386,6 +478,9 @@ async def _process(pipe: _Pipe, is_behind: bool) -> None:
 def _take_message(pipe: _Pipe, message: Message) -> None:
     if message.kind == RecordKind.DATA:
         pipe.outputs.keep(Data.decode(message.body))
+        return
+    if message.kind == RecordKind.REPLY:
+        pipe.calls.resolve(message.body)
         return
     if message.kind != RecordKind.ERROR:
         logger.warning("the engine sent an unexpected %s message", message.kind.name)

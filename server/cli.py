@@ -6,15 +6,18 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import logging
+import os
 import sys
-import types
-import typing
 from collections.abc import Callable
 from typing import Any
 
+from server import config_file
 from server.bench.config import BenchConfig
 from server.config import ServeConfig
 from server.errors import StartupError
+
+logger = logging.getLogger(__name__)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,22 +34,29 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    config = ServeConfig(**_values(options, ServeConfig))
-    from server import launcher  # after the flags are checked: --help and errors need none of it
+    given = _given(options, ServeConfig)
+    file = options.config or os.environ.get("RINGSERVE_CONFIG")
+    settings = (config_file.of_file(file) if file else {}) | config_file.of_environment(os.environ) | given
+    config = ServeConfig(**settings)
+    from server import launcher, log_format  # after the flags are checked: --help and errors need none of it
 
-    launcher.configure_logging()
+    log_format.configure_logging(config.log_format)
+    for name in config_file.unknown_variables(os.environ):
+        logger.warning("the environment variable %s is no setting: it changes nothing", name)
     return launcher.serve(config)
 
 
 def _bench(options: argparse.Namespace) -> int:
-    config = BenchConfig(**_values(options, BenchConfig))
+    config = BenchConfig(**_given(options, BenchConfig))
     from server.bench import command  # aiohttp takes as long to import as the server
 
     return command.bench(config)
 
 
-def _values(options: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
-    return {field.name: _listed(getattr(options, field.name)) for field in dataclasses.fields(config)}
+def _given(options: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
+    """Return those of the config's fields that the command line has."""
+    given, names = vars(options), {field.name for field in dataclasses.fields(config)}
+    return {name: _listed(value) for name, value in given.items() if name in names}
 
 
 def _listed(value: Any) -> Any:
@@ -81,9 +91,14 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "model",
         nargs="?",
+        default=argparse.SUPPRESS,
         metavar="MODEL",
         help="a local Hugging Face directory or a hub id; SmolLM2-135M-Instruct if there is none",
     )
+    serve.add_argument(
+        "--config", metavar="FILE", help="a TOML or YAML file with any of these, dashes aside; RINGSERVE_FLAG "
+        "variables come before it, the command line before both",
+    )  # fmt: skip
     _add_options(serve, ServeConfig, positional="model")
     bench = commands.add_parser(
         "bench",
@@ -110,24 +125,14 @@ def _add_options(parser: argparse.ArgumentParser, config: type[Any], *, position
 def _add_option(parser: Any, field: "dataclasses.Field[Any]") -> None:
     has_default = field.default not in (None, ()) and field.type is not bool
     shown = f" (default: {field.default})" if has_default else ""
-    options: dict[str, Any] = {"help": field.metadata["help"] + shown, "default": field.default}
+    options: dict[str, Any] = {"help": field.metadata["help"] + shown, "default": argparse.SUPPRESS}
     if field.type is bool:
-        options["action"] = "store_true"
+        options["action"] = argparse.BooleanOptionalAction
     else:
-        options |= {"type": _plain_type(field.type), "metavar": field.metadata["metavar"]}
+        options |= {"type": config_file.plain_type(field.type), "metavar": field.metadata["metavar"]}
         options |= {"choices": field.metadata["choices"]} if "choices" in field.metadata else {}
-        options |= {"nargs": "+"} if typing.get_origin(field.type) is tuple else {}
+        options |= {"nargs": "+", "action": "extend"} if config_file.is_list(field) else {}
     parser.add_argument(f"--{field.name.replace('_', '-')}", **options)
-
-
-def _plain_type(annotation: Any) -> type:
-    """Return int of `int | None`, str of `tuple[str, ...]`, and a plain type as it is."""
-    if isinstance(annotation, types.UnionType):
-        annotation = next(kind for kind in typing.get_args(annotation) if kind is not types.NoneType)
-    elif typing.get_origin(annotation) is tuple:
-        annotation = typing.get_args(annotation)[0]
-    assert isinstance(annotation, type)
-    return annotation
 
 
 if __name__ == "__main__":

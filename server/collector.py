@@ -62,6 +62,8 @@ class RequestOutputCollector:
     def __init__(self, request_id: str, prompt_token_ids: list[int], num_sequences: int, kind: OutputKind) -> None:
         self.request_id = request_id
         self.num_cached_tokens = 0
+        self.is_prompt_done = False  # a first token has come, or none will
+        self.deadline: asyncio.TimerHandle | None = None  # ends the request
         self.arrays: dict[DataContent, NDArray[Any]] = {}  # what the engine sent of it beside tokens
         self.prompt_token_ids = prompt_token_ids
         self._num_unfinished = num_sequences

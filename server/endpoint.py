@@ -19,6 +19,7 @@ class Endpoint:
     handler: Handler
     summary: str
     methods: tuple[str, ...] = ("POST",)
+    query: Any = None  # msgspec.Struct of its query parameters; None: it takes none
     body: Any = None  # type of the request's JSON; None: it has no body
     answer: Any = None  # type of the response's JSON; None: there is none
     event: Any = None  # type of each event's JSON where the request asks for a stream; None: it cannot

@@ -2,10 +2,14 @@
 
 ServerError
 ├── RequestError (ValueError)     the client's fault: 400
+│   ├── AuthenticationError           401 + WWW-Authenticate
 │   ├── NotFoundError                 404
 │   ├── MethodNotAllowedError         405
 │   └── BodyTooLargeError             413
 ├── OverloadedError               503 + Retry-After
+├── ConcurrencyLimitError         one API key has too many requests open: 429 + Retry-After
+├── ConflictError                 not in the state that the engine is in now: 409
+├── EngineCallError               the engine could not carry out an order, or in time: 500
 ├── EngineGenerateError           one request failed in the engine; the others go on: 500
 ├── EngineDeadError               the engine process is gone: 503
 ├── ShuttingDownError             the server is draining: 503
@@ -55,6 +59,13 @@ class RequestError(ServerError, ValueError):
     type = "BadRequestError"
 
 
+class AuthenticationError(RequestError):
+    """The request carries no API key, or a wrong one."""
+
+    status = 401
+    type = "AuthenticationError"
+
+
 class NotFoundError(RequestError):
     """There is no such route or model."""
 
@@ -82,6 +93,25 @@ class OverloadedError(ServerError):
     status = 503
     type = "ServiceUnavailableError"
     retry_after_s = 1
+
+
+class ConcurrencyLimitError(ServerError):
+    """One API key has as many requests open as it may; the client may try again."""
+
+    status = 429
+    type = "RateLimitError"
+    retry_after_s = 1
+
+
+class ConflictError(ServerError):
+    """The order and the engine's state do not go together: another order must come first."""
+
+    status = 409
+    type = "ConflictError"
+
+
+class EngineCallError(ServerError):
+    """The engine could not carry out an order of the control plane. It goes on."""
 
 
 class EngineGenerateError(ServerError):

@@ -86,6 +86,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    timeout_s: float | None = None
     audio: Any = None
     best_of: Any = None
     function_call: Any = None

@@ -4,8 +4,12 @@ A task wake-up and an ASGI send for each token cost twice what the whole push pa
 file touches are held by tests/server/test_http_protocol.py; pyproject.toml bounds uvicorn's version.
 """
 
+import asyncio
+import fcntl
 import functools
 import json
+import sys
+import termios
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +29,9 @@ class TransportSink:
     def __init__(self, protocol: "RingserveProtocol", cycle: RequestResponseCycle, *added: Headers) -> None:
         """Make the sink of one response; each layer around the application may have headers `added` to its head."""
         self.on_writable: Callable[[], None] | None = None
+        self.on_idle: Callable[[], None] | None = None
+        self.opened_s = protocol.loop.time()
+        self.next_look_s = 0.0  # connection_sweep.py's own
         self._added = [header for headers in added for header in headers]
         self._cycle = cycle
         self._flow = cycle.flow
@@ -100,6 +107,12 @@ class TransportSink:
         await until_disconnect(receive)
 
 
+def _num_unsent(transport: asyncio.Transport) -> int:
+    """Return the bytes that the kernel holds for the client."""
+    connection = transport.get_extra_info("socket")
+    return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+
 class RingserveProtocol(HttpToolsProtocol):
     """One connection; bounds what uvicorn does not: the size of a request's head, and requests in a pipeline."""
 
@@ -109,10 +122,14 @@ class RingserveProtocol(HttpToolsProtocol):
         self._open_cycles: deque[RequestResponseCycle] = deque()  # the running one, then the pipeline
         self._is_in_head = True
         self._num_head_bytes = 0
+        self._receiving_since_s: float | None = self.loop.time()  # of a request that is not all there
+        self._stall = (0, 0.0)  # bytes that wait for the client, and since when so many
 
     def data_received(self, data: bytes) -> None:
         """Parse; refuse a head that never ends, drop a client that asks without reading."""
         super().data_received(data)
+        if not self._is_in_head and self._receiving_since_s is not None:
+            self._receiving_since_s = self.loop.time()
         self._num_head_bytes = self._num_head_bytes + len(data) if self._is_in_head else 0
         if self.transport.is_closing():
             return
@@ -128,9 +145,27 @@ class RingserveProtocol(HttpToolsProtocol):
             cycle.message_event.set()
         super().connection_lost(exc)
 
+    def stalled_s(self, now_s: float) -> float:
+        """Return for how long the client, for whom output waits, has read nothing. As seen by those who ask."""
+        num_bytes = self.transport.get_write_buffer_size() + _num_unsent(self.transport)
+        if num_bytes != self._stall[0]:  # while writing is paused only the client's reading changes it
+            self._stall = (num_bytes, now_s)
+        return now_s - self._stall[1]
+
+    def receiving_s(self, now_s: float) -> float:
+        """Return how long the head has been on its way, or the body has paused; 0 if nothing is missing."""
+        if self._receiving_since_s is None or self.flow.read_paused:
+            return 0.0
+        return now_s - self._receiving_since_s
+
+    def refuse_slow_request(self, limit_s: float) -> None:
+        """Close a connection whose request does not come."""
+        self._refuse(408, f"the request was not complete within {limit_s:g} s")
+
     def on_message_begin(self) -> None:
         """Note that a head begins."""
         self._is_in_head = True
+        self._receiving_since_s = self.loop.time()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -142,6 +177,11 @@ class RingserveProtocol(HttpToolsProtocol):
             self._open_cycles.append(cycle)
             extensions: dict[str, Any] = {EXTENSION: functools.partial(TransportSink, self, cycle)}
             cycle.scope["extensions"] = extensions
+
+    def on_message_complete(self) -> None:
+        """Note that nothing of the request is missing."""
+        self._receiving_since_s = None
+        super().on_message_complete()
 
     def resume_writing(self) -> None:
         """Tell the response in progress that its client keeps up again."""

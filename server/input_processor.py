@@ -1,6 +1,7 @@
 """From a prompt and sampling parameters to engine requests: render, tokenize, validate. Knows no HTTP."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -14,6 +15,7 @@ from server.grammar_checker import GrammarChecker
 from server.model_info import ModelInfo
 from server.outputs import OutputKind
 from server.sampling_params import SamplingParams
+from server.trace_headers import TraceHeaders, current_trace_headers
 from shm_transport.messages import AddRequest, Fork
 from shm_transport.records import Pooling
 
@@ -38,7 +40,9 @@ class GenerateRequest:
     truncation: "Truncation | None" = None
     priority: int = 0  # lower runs earlier
     cache_salt: str = ""  # prompts of different salts share no cached block
+    arrival_ns: int = field(default_factory=time.monotonic_ns)
     adapter: str = ""  # name of a LoRA adapter that the engine has; none: the model as it is
+    deadline_s: float | None = None  # when it ends, done or not, on time.monotonic()'s clock
     name: str = "prompt"  # what errors call it
 
 
@@ -56,6 +60,7 @@ class EncodeRequest:
     add_special_tokens: bool = True
     truncation: "Truncation | None" = None
     priority: int = 0  # lower runs earlier
+    arrival_ns: int = field(default_factory=time.monotonic_ns)
     name: str = "prompt"  # what errors call it
 
 
@@ -82,7 +87,10 @@ class ProcessedRequest:
     bad_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
+    arrival_ns: int = field(default_factory=time.monotonic_ns)  # when all of the request had been read
+    trace_headers: TraceHeaders | None = field(default_factory=current_trace_headers)
     adapter: str = ""
+    deadline_s: float | None = None
     pooling: Pooling = Pooling.NONE
     is_normalized: bool = False
     prompt_array: NDArray[np.int32] = field(init=False)  # prompt_token_ids for the engine, once for all n sequences
@@ -171,6 +179,7 @@ class InputProcessor:
             priority=request.priority,
             pooling=request.pooling or self._model.pooling,
             is_normalized=request.is_normalized,
+            arrival_ns=request.arrival_ns,
         )
 
     def _token_ids(self, request: GenerateRequest | EncodeRequest, *, num_reserved: int) -> list[int]:
@@ -226,7 +235,9 @@ class InputProcessor:
             bad_token_ids=params.bad_token_ids + tuple(map(self._bad_token_id, params.bad_words)),
             priority=request.priority,
             cache_salt=request.cache_salt,
+            arrival_ns=request.arrival_ns,
             adapter=request.adapter,
+            deadline_s=request.deadline_s,
         )
 
     def _bad_token_id(self, word: str) -> int:

@@ -9,31 +9,42 @@ import importlib.metadata
 import logging
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import uvicorn
-from starlette.types import ASGIApp
 
+from server.api_keys import guarded, read_keys
 from server.app import build_app
 from server.async_llm import AsyncLLM
 from server.chat_settings import ChatSettings
 from server.config import ServeConfig
+from server.connection_sweep import ConnectionLimits, ConnectionSweep
 from server.cors import Cors, CorsPolicy
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
+from server.listener import bound, tls_context, url_of
+from server.request_log import RequestLog
 from server.response_store import ResponseStore
 from server.serving import Serving
+from server.throughput_log import ThroughputLog
+from server.trace_headers import TraceHeadersLayer
+
+if TYPE_CHECKING:
+    from server.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
 _TOLD_LIMIT_S = 2.5  # how long clients may take to read that the engine has died
 _HEALTH_503_S = 1.1  # /health answers 503 for so long after the last of them was told
 _LAST_WORDS_S = 0.1  # for error events to leave when a second signal ends everything
+_DRAIN_POLL_S = 0.05
 _GRACE_S = 1.0  # from the drain's deadline, when streams get their error event, to cutting connections
+_DEATH_GRACE_S = 0.2  # the same after the engine's death: they had _TOLD_LIMIT_S before
 
 
 class Server(uvicorn.Server):
@@ -45,13 +56,23 @@ class Server(uvicorn.Server):
         self._llm = llm
         self._serve_config = serve_config
         self._banner = banner
+        limits = ConnectionLimits(
+            keep_alive_s=serve_config.sse_keep_alive_interval,
+            write_timeout_s=serve_config.write_timeout,
+            receive_timeout_s=serve_config.receive_timeout,
+        )
+        self._sweep = ConnectionSweep(self.server_state.connections, limits)
         self._death_task: asyncio.Task[None] | None = None
+        self._throughput_log = ThroughputLog(llm.metrics)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, say where, and watch the engine."""
         if not self._serve_config.keep_alive_on_engine_death:
             self._llm.call_on_death(self._on_engine_death)
+        if not self._serve_config.disable_log_stats:
+            self._throughput_log.start()
         await super().startup(sockets)
+        self._sweep.start()
         print(self._banner, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  # a signal handler's
@@ -61,12 +82,25 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing new, let running streams end, then tell those that are left."""
+        """Refuse what is new, let what runs end, then tell those that are left.
+
+        The port stays open meanwhile: /ready says 503, /health what is true, and new requests learn when to retry.
+        """
         drain_s = self._serve_config.drain_timeout
-        error = ShuttingDownError(f"the server is shutting down and its drain time of {drain_s:g} s is over")
-        timer = asyncio.get_running_loop().call_later(drain_s, self._llm.fail_all, error)
+        deadline_s = time.monotonic() + drain_s
+        self._llm.drain()
+        while self._llm.num_live and time.monotonic() < deadline_s and not self.force_exit:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        if not self.force_exit:
+            error = ShuttingDownError(f"the server is shutting down and its drain time of {drain_s:g} s is over")
+            self._llm.fail_all(error)
+        left_s = max(deadline_s - time.monotonic(), 0.0) + _GRACE_S  # for answers that are made, and on their way
+        if self.exit_status:
+            left_s = _DEATH_GRACE_S
+        self.config.timeout_graceful_shutdown = left_s  # type: ignore[assignment]  # wait_for takes fractions too
         await super().shutdown(sockets)
-        timer.cancel()
+        self._sweep.stop()
+        self._throughput_log.stop()
         if self.force_exit:
             self._llm.fail_all(ShuttingDownError("the server was told twice to end"))
             await asyncio.sleep(_LAST_WORDS_S)
@@ -81,7 +115,6 @@ class Server(uvicorn.Server):
         while self.server_state.tasks and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         await asyncio.sleep(_HEALTH_503_S)
-        self.config.timeout_graceful_shutdown = 0.2  # type: ignore[assignment]  # wait_for takes fractions too
         self.should_exit = True
 
 
@@ -92,23 +125,47 @@ def serve(config: ServeConfig) -> int:
         StartupError: If the port, the model or a flag is wrong.
     """
     started_s = time.monotonic()
-    with contextlib.closing(_bind(config)) as listener, _terminating_signals():
+    keys = read_keys(config)
+    tls = tls_context(config)
+    with bound(config) as listener, _terminating_signals(), _tracing(config) as tracer:
         llm = AsyncLLM.from_config(config)
         try:
             serving = _serving(config, llm)
-            banner = _banner(serving, listener, time.monotonic() - started_s)
-            server = Server(_uvicorn_config(config, serving), llm, config, banner)
+            logger.info("configuration: %s; the engine's: %s", config.shown(), llm.engine_limits)
+            if config.enable_log_requests:
+                decode = llm.model.tokenizer.decode if config.log_prompts else None
+                llm.metrics.on_finished.append(RequestLog(decode))
+            if tracer is not None:
+                llm.metrics.on_finished.append(tracer)
+            banner = _banner(serving, config, url_of(listener, config), time.monotonic() - started_s)
+            server = Server(_uvicorn_config(config, serving, keys, tls), llm, config, banner)
             server.run(sockets=[listener])  # from here on its own signal handlers: a signal means drain
         finally:
             llm.kill()
     return server.exit_status
 
 
+@contextlib.contextmanager
+def _tracing(config: ServeConfig) -> "Iterator[Tracer | None]":
+    """Make spans of requests until the end; import nothing where there is no endpoint for them."""
+    if config.otlp_traces_endpoint is None:
+        yield None
+        return
+    try:
+        from server.tracing import Tracer
+    except ImportError as exc:
+        raise StartupError(
+            f"--otlp-traces-endpoint needs OpenTelemetry, which is not installed ({exc}): pip install 'ringserve[otel]'"
+        ) from exc
+    with contextlib.closing(Tracer(config.otlp_traces_endpoint, importlib.metadata.version("ringserve"))) as tracer:
+        yield tracer
+
+
 def _serving(config: ServeConfig, llm: AsyncLLM) -> Serving:
     return Serving(
         llm=llm,
         model_names=_model_names(config, llm.model.directory_name),
-        adapters=config.adapter_names,
+        adapters=list(config.adapter_names),
         version=importlib.metadata.version("ringserve"),
         max_body_bytes=config.max_body_mb * 2**20,
         responses=ResponseStore(config.max_stored_responses),
@@ -123,12 +180,17 @@ def _model_names(config: ServeConfig, directory_name: str) -> tuple[str, ...]:
     return names
 
 
-def _uvicorn_config(config: ServeConfig, serving: Serving) -> uvicorn.Config:
-    app: ASGIApp = build_app(serving)
+def _uvicorn_config(
+    config: ServeConfig, serving: Serving, keys: tuple[str, ...], tls: ssl.SSLContext | None
+) -> uvicorn.Config:
+    app = guarded(build_app(serving, has_dev_routes=config.enable_dev_routes), keys, config.max_concurrency_per_key)
     if config.allowed_origins:
         app = Cors(app, CorsPolicy.of(config))
-    return uvicorn.Config(
+    if config.otlp_traces_endpoint is not None:
+        app = TraceHeadersLayer(app)
+    uvicorn_config = uvicorn.Config(
         app,
+        root_path=config.root_path,
         http=RingserveProtocol,
         loop="uvloop",
         ws="none",
@@ -136,24 +198,10 @@ def _uvicorn_config(config: ServeConfig, serving: Serving) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=config.drain_timeout + _GRACE_S,  # type: ignore[arg-type]  # wait_for takes fractions
     )
-
-
-def _bind(config: ServeConfig) -> socket.socket:
-    """Bind the port before anything is loaded, so that one in use is known at once."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as exc:
-        raise StartupError(
-            f"cannot bind {config.host}:{config.port}: {exc.strerror or exc}; choose another --host or --port"
-        ) from exc
-    return listener
+    uvicorn_config.load()
+    uvicorn_config.ssl = tls
+    return uvicorn_config
 
 
 @contextlib.contextmanager
@@ -170,17 +218,10 @@ def _terminating_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _banner(serving: Serving, listener: socket.socket, elapsed_s: float) -> str:
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+def _banner(serving: Serving, config: ServeConfig, url: str, elapsed_s: float) -> str:
+    option, where = (f" --unix-socket {config.uds}", f", Unix socket {config.uds}") if config.uds else ("", "")
     body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": true}'
     return (
-        f"ringserve {serving.version} serves {serving.model_names[0]} at {url}/v1 (ready in {elapsed_s:.1f} s)\n"
-        f"Try it:\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+        f"ringserve {serving.version} serves {serving.model_names[0]} at {url}/v1{where} (ready in {elapsed_s:.1f} s)\n"
+        f"Try it:\n  curl -N{option} {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
     )
-
-
-def configure_logging() -> None:
-    """Send the log to stderr."""
-    form: dict[str, Any] = {"format": "%(levelname)s [server] %(message)s", "stream": sys.stderr}
-    logging.basicConfig(level=logging.INFO, **form)

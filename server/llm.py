@@ -25,6 +25,8 @@ from server.sampling_params import SamplingParams
 from server.workers import run_all
 from shm_transport.records import Pooling
 
+_ANY_NUMBER = 2**62
+
 T = TypeVar("T")
 Prompt = str | list[int]
 Conversation = list[dict[str, Any]]
@@ -46,7 +48,7 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **config: Any) -> None:
-        self.config = ServeConfig(model=model, **config)
+        self.config = ServeConfig(model=model, **{"max_num_queued_tokens": _ANY_NUMBER, **config})
         self._request_ids = map(str, itertools.count())
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=_run, args=(self._loop,), name="ringserve-llm", daemon=True)

@@ -15,6 +15,7 @@ from server.chat_request import ChatCompletionRequest
 from server.choices import Answer, chat_answer, completion_answer
 from server.chunks import ChatChunks, ChunkFormat, CompletionChunks, LogprobFormat, Shown, StreamIdentity
 from server.completion_request import CompletionRequest
+from server.deadline import deadline_s
 from server.echo import Echo, EchoChunks, PromptSource
 from server.endpoint import Endpoint
 from server.input_processor import GenerateRequest, ProcessedRequest, Truncation
@@ -45,6 +46,14 @@ class _Prompts:
     prompts: list[str | list[int]]
     add_special_tokens: bool
     echoed: list[str] | None  # what `echo` shows of each; None: no echo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Times:
+    """When a request was read, time.monotonic_ns(), and when it must end, time.monotonic(); None: at any time."""
+
+    arrival_ns: int
+    deadline_s: float | None
 
 
 async def chat_completions(request: Request) -> ASGIApp:
@@ -101,7 +110,8 @@ async def _answer(
     identity = serving.identity(f"{endpoint.id_prefix}-{name}", body.model)
     if not params.grammar and (grammar := await serving.llm.input_processor.grammars.find(body)):
         params = replace(params, grammar=grammar)
-    requests = await _process(serving, body, identity.response_id, params, prompts)
+    times = _Times(arrival_ns=request.state.arrival_ns, deadline_s=deadline_s(request, body.timeout_s))
+    requests = await _process(serving, body, identity.response_id, params, prompts, times)
     names = _names(serving, body)
     shown = _shown(body, requests, endpoint.logprobs(names) if params.logprobs is not None else None)
 
@@ -129,6 +139,7 @@ async def _process(
     response_id: str,
     params: SamplingParams,
     prompts: _Prompts,
+    times: _Times,
 ) -> list[ProcessedRequest]:
     truncation = None
     if body.truncate_prompt_tokens is not None:
@@ -147,6 +158,8 @@ async def _process(
                 truncation=truncation,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
+                arrival_ns=times.arrival_ns,
+                deadline_s=times.deadline_s,
                 adapter=serving.adapter(body.model),
             )
             for i, prompt in enumerate(prompts.prompts)

@@ -1,7 +1,7 @@
 """/openapi.json: the route table's types as an OpenAPI 3.1 document."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -62,14 +62,24 @@ def _operation(endpoint: Endpoint, method: str, schemas: dict[Any, Any]) -> dict
         "summary": endpoint.summary,
         "responses": {"200": _response(endpoint, schemas), "default": error},
     }
-    if names := _PATH_PARAMETER.findall(endpoint.path):
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    if parameters := [*_path_parameters(endpoint), *_query_parameters(endpoint)]:
+        operation["parameters"] = parameters
     if endpoint.body is not None:
         content = {"application/json": {"schema": schemas[endpoint.body]}}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
+
+
+def _path_parameters(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
+    for name in _PATH_PARAMETER.findall(endpoint.path):
+        yield {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _query_parameters(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
+    if endpoint.query is not None:
+        _, components = msgspec.json.schema_components([endpoint.query], ref_template=_REFERENCES)
+        for name, schema in components[endpoint.query.__name__]["properties"].items():
+            yield {"name": name, "in": "query", "required": False, "schema": schema}
 
 
 def _response(endpoint: Endpoint, schemas: dict[Any, Any]) -> dict[str, Any]:

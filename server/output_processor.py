@@ -8,14 +8,17 @@ Loop thread only. A failure in one request's output ends that request, never the
 """
 
 import asyncio
+import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from server.collector import RequestOutputCollector, output_error
 from server.detokenizer import Detokenizer
 from server.errors import EngineGenerateError
 from server.input_processor import ProcessedRequest
+from server.metrics import Metrics
+from server.milestones import FinishedSequence, FirstToken
 from server.outputs import CompletionOutput, OutputKind, TokenLogprobs
 from server.sink import DeltaWriter
 from server.stop_strings import StopStringChecker
@@ -38,8 +41,8 @@ class RequestState:
 
     __slots__ = (
         "_can_hold", "_checker", "_detokenizer", "_due_at", "_interval", "_kind", "_logprobs", "_num_shown",
-        "_num_undecoded", "_texts", "_token_ids", "_waits_for_end", "_write_delta", "collector", "handle", "index",
-        "is_live", "params",
+        "_num_undecoded", "_texts", "_token_ids", "_waits_for_end", "_write_delta", "collector", "first", "handle",
+        "index", "is_live", "params", "request",
     )  # fmt: skip
 
     def __init__(
@@ -55,8 +58,10 @@ class RequestState:
         self.handle = handle
         self.index = index
         self.collector = collector
+        self.request = request
         self.params = params
         self.is_live = True
+        self.first: FirstToken | None = None
         self._kind = request.kind
         self._detokenizer = detokenizer
         self._token_ids = array("i")
@@ -120,6 +125,11 @@ class RequestState:
     def has_held(self) -> bool:
         """Whether tokens are held."""
         return self._num_undecoded > 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of output until now."""
+        return len(self._token_ids)
 
     def find_short_way(self) -> None:
         """Look whether the collector's consumer takes ready deltas by now."""
@@ -222,12 +232,19 @@ class OutputProcessor:
         tokenizer: Makes the detokenizers.
         abort_in_engine: Called with the handles of sequences that ended here while the engine still runs them.
         stream_interval: Least number of tokens in a delta, but for the first and the last.
+        metrics: Is told of sequences that begin and end.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, abort_in_engine: Callable[[list[int]], None], *, stream_interval: int = 1
+        self,
+        tokenizer: Tokenizer,
+        abort_in_engine: Callable[[list[int]], None],
+        *,
+        stream_interval: int = 1,
+        metrics: Metrics | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._metrics = metrics or Metrics()
         self._stream_interval = stream_interval
         self._abort_in_engine = abort_in_engine
         self._states: list[RequestState | None] = []
@@ -237,12 +254,18 @@ class OutputProcessor:
         self._held: list[RequestOutputCollector] = []  # have outputs that wait for the end of the drain
         self._rows_since_yield = 0
         self._resolved: tuple[list[int], list[RequestState | None]] = ([], [])  # a record's handles, and whose they are
-        self.num_late_rows = 0
+        self.num_prefill_tokens = 0  # of prompts without a first token
+        self.num_late_rows = 0  # of sequences that had ended before
+        self.num_late_tokens = 0
 
     @property
     def num_live(self) -> int:
         """Sequences that have not ended."""
         return len(self._states) - len(self._free_slots)
+
+    def is_live(self, handle: int) -> bool:
+        """Whether a handle's sequence has not ended."""
+        return self._state_of(handle) is not None
 
     def add(self, request: ProcessedRequest, index: int, collector: RequestOutputCollector) -> RequestState:
         """Register one sequence; its handle goes to the engine."""
@@ -257,23 +280,34 @@ class OutputProcessor:
         state = kind(handle, request, index, collector, detokenizer, self._stream_interval)
         self._states[slot] = state
         self._by_request_id.setdefault(collector.request_id, []).append(state)
+        if index == request.first_index:  # the n sequences have one prompt
+            self.num_prefill_tokens += len(request.prompt_token_ids)
         return state
 
-    def abort(self, request_id: str) -> list[int]:
-        """End every sequence of a request id with finish reason abort; return their handles."""
-        states = list(self._by_request_id.get(request_id, ()))
+    def abort(self, request_id: str, collector: RequestOutputCollector | None = None) -> list[int]:
+        """End every sequence of a request id, or of one request, with finish reason abort; return their handles."""
+        states = [s for s in self._by_request_id.get(request_id, ()) if collector in (None, s.collector)]
         for state in states:
-            self._forget(state)
+            self._forget(state, "abort")
             output = state.abort()
             if output is not None:
                 state.collector.put(output)
         return [state.handle for state in states]
 
-    def drop(self, collector: RequestOutputCollector) -> list[int]:
-        """Forget the live sequences of one request, whose consumer is gone; return their handles."""
+    def request_ids(self) -> list[str]:
+        """Return the ids of all live requests."""
+        return list(self._by_request_id)
+
+    def find(self, names: Iterable[str]) -> list[str]:
+        """Return the ids of the live requests that have one of these, with or without the prefix before its hyphen."""
+        wanted = set(names)
+        return [each for each in self._by_request_id if not wanted.isdisjoint((each, each.partition("-")[2]))]
+
+    def drop(self, collector: RequestOutputCollector, reason: str = "abort") -> list[int]:
+        """Forget the live sequences of one request, whose consumer is gone, or which failed; return their handles."""
         states = [s for s in self._by_request_id.get(collector.request_id, ()) if s.collector is collector]
         for state in states:
-            self._forget(state)
+            self._forget(state, reason)
         return [state.handle for state in states]
 
     def keep(self, data: Data) -> None:
@@ -283,7 +317,8 @@ class OutputProcessor:
             return
         state.collector.arrays[data.content] = data.array
         if data.content == DataContent.EMBEDDING:
-            self._forget(state)
+            self._metrics.note_prompt(len(state.request.prompt_token_ids), 0, was_looked_for=False)
+            self._forget(state, "stop")
             state.collector.put(CompletionOutput(state.index, "", [], "stop"))
 
     def fail(self, handle: int, error: Exception) -> list[int]:
@@ -291,7 +326,7 @@ class OutputProcessor:
         state = self._state_of(handle)
         if state is None:
             return []
-        handles = self.drop(state.collector)
+        handles = self.drop(state.collector, "error")
         state.collector.put_error(error)
         return handles
 
@@ -299,7 +334,7 @@ class OutputProcessor:
         """End every request with an error; return all live handles."""
         states = [state for state in self._states if state is not None]
         for state in states:
-            self._forget(state)
+            self._forget(state, "error")
         for state in states:
             state.collector.put_error(error)
         return [state.handle for state in states]
@@ -313,7 +348,7 @@ class OutputProcessor:
         """
         states, start = self._resolve(record.handles), 0
         if record.first is not None:
-            _note_first(states, record.first)
+            self._note_first(states, record.first, record.header.published_ns)
         while start < len(states):
             end = min(start + CHUNK_ROWS - self._rows_since_yield, len(states))
             self._process_rows(states, record, range(start, end), is_behind)
@@ -348,6 +383,7 @@ class OutputProcessor:
             state = states[row]
             if state is None or not state.is_live:
                 self.num_late_rows += 1
+                self.num_late_tokens += 1 if record.num_tokens is None else record.num_tokens[row]
                 continue
             try:
                 if may_push and (finishes is None or not finishes[row]) and state.try_push(token_ids[row]):
@@ -369,7 +405,7 @@ class OutputProcessor:
         if output is None:
             return
         if output.finish_reason is not None:
-            self._forget(state)
+            self._forget(state, output.finish_reason)
             if not finish:  # a stop string, which the engine cannot see
                 self._abort_in_engine([state.handle])
         state.collector.put(output, is_behind)
@@ -380,7 +416,7 @@ class OutputProcessor:
     def _fail_row(self, state: RequestState, exc: Exception) -> None:
         is_told = isinstance(exc, EngineGenerateError)
         error = exc if is_told else output_error(state.collector.request_id, exc)
-        handles = self.drop(state.collector)
+        handles = self.drop(state.collector, "error")
         self._abort_in_engine(handles)
         state.collector.put_error(error)
 
@@ -396,7 +432,28 @@ class OutputProcessor:
         self._generations.append(1)
         return len(self._states) - 1
 
-    def _forget(self, state: RequestState) -> None:
+    def _note_first(self, states: list[RequestState | None], first: FirstRows, published_ns: int) -> None:
+        """Keep what first rows tell of their sequences and prompts, whichever way their tokens take."""
+        now_ns = time.monotonic_ns()
+        for row, queued_ns in enumerate(first.queued_ns):
+            state = states[row]
+            if not queued_ns or state is None or not state.is_live:
+                continue
+            num_cached = first.num_cached_tokens[row]
+            state.first = FirstToken(queued_ns, first.first_scheduled_ns[row], published_ns, now_ns, num_cached)
+            self._metrics.note_first(now_ns - state.request.arrival_ns)
+            collector = state.collector
+            if not collector.is_prompt_done:
+                collector.num_cached_tokens = num_cached
+                self._end_prefill(collector)
+                was_looked_for = state.params.prompt_logprobs is None
+                self._metrics.note_prompt(len(collector.prompt_token_ids), num_cached, was_looked_for=was_looked_for)
+
+    def _end_prefill(self, collector: RequestOutputCollector) -> None:
+        collector.is_prompt_done = True
+        self.num_prefill_tokens -= len(collector.prompt_token_ids)
+
+    def _forget(self, state: RequestState, reason: str) -> None:
         state.is_live = False
         slot = state.handle & _SLOT_MASK
         self._states[slot] = None
@@ -406,6 +463,10 @@ class OutputProcessor:
         siblings.remove(state)
         if not siblings:
             del self._by_request_id[state.collector.request_id]
+        num_left = sum(sibling.collector is state.collector for sibling in siblings)
+        if not num_left and not state.collector.is_prompt_done:
+            self._end_prefill(state.collector)
+        self._metrics.note_end(state.handle, _finished(state, reason, num_left, self._metrics.published_ns))
 
 
 def _row(record: StepRecord, row: int) -> tuple[list[int], int, int]:
@@ -437,8 +498,12 @@ def _row_logprobs(columns: Logprobs, record: StepRecord, row: int) -> TokenLogpr
     return TokenLogprobs(width, columns.token_ids[start:end], entries, columns.sampled_ranks[first : first + count])
 
 
-def _note_first(states: list[RequestState | None], first: FirstRows) -> None:
-    """Keep what first rows tell of their prompts, whichever way their tokens take."""
-    for state, queued_ns, num_cached in zip(states, first.queued_ns, first.num_cached_tokens, strict=True):
-        if queued_ns and state is not None:
-            state.collector.num_cached_tokens = num_cached
+def _finished(state: RequestState, reason: str, num_siblings_left: int, last_published_ns: int) -> FinishedSequence:
+    request, params = state.request, state.params
+    return FinishedSequence(
+        request_id=request.request_id, index=state.index, num_siblings_left=num_siblings_left, finish_reason=reason,
+        prompt_token_ids=request.prompt_token_ids, num_tokens=state.num_tokens, n=params.n,
+        max_tokens=request.max_tokens, temperature=params.temperature, top_p=params.top_p,
+        arrival_ns=request.arrival_ns, ended_ns=time.monotonic_ns(), last_published_ns=last_published_ns,
+        first=state.first, trace_headers=request.trace_headers,
+    )  # fmt: skip

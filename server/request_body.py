@@ -1,6 +1,7 @@
 """Reading a request's JSON body: size limit, strict decoding, and errors that name the field and its value."""
 
 import re
+import time
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,7 +19,7 @@ _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 
 
 async def read_body(request: Request, kind: type[T], max_bytes: int) -> T:
-    """Return the request's body as a `kind`.
+    """Return the request's body as a `kind`, and note in its state when it was there.
 
     Raises:
         RequestError: If it is not JSON of this kind, or its content type is not application/json.
@@ -32,6 +33,7 @@ async def read_body(request: Request, kind: type[T], max_bytes: int) -> T:
         body = await _read(request, max_bytes)
     except ClientDisconnect as exc:
         raise ClientGoneError("the client closed its connection before its request was complete") from exc
+    request.state.arrival_ns = time.monotonic_ns()
     return decode(body, kind)
 
 

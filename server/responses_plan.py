@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
@@ -45,6 +46,8 @@ class Plan:
     params: SamplingParams
     grammar: str
     use: ToolUse | None
+    arrival_ns: int
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +65,7 @@ async def make_plan(serving: Serving, body: ResponseRequest) -> Plan:
         RequestError: Naming the field that is wrong.
         NotFoundError: If there is no such previous response.
     """
+    arrival_ns = time.monotonic_ns()
     with _own_field_names():
         params, use = body.params(serving.llm.model.sampling_defaults), body.tool_use()
     items = await _conversation(serving.responses, body)
@@ -76,7 +80,7 @@ async def make_plan(serving: Serving, body: ResponseRequest) -> Plan:
     stored_items = await _on_thread(len(items), encode_items, items) if is_stored else None
     return Plan(
         serving=serving, body=body, response_id=new_id("resp"), items=items, stored_items=stored_items, params=params,
-        grammar=grammar, use=use,
+        grammar=grammar, use=use, arrival_ns=arrival_ns,
     )  # fmt: skip
 
 
@@ -150,7 +154,7 @@ async def _prepare_from(plan: Plan, start: int) -> Prepared:
         request_id=plan.response_id, prompt=text, params=await _params(plan, parsing),
         kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
         add_special_tokens=bool(body.add_special_tokens), priority=body.priority or 0, cache_salt=body.cache_salt or "",
-        adapter=serving.adapter(body.model),
+        adapter=serving.adapter(body.model), deadline_s=plan.deadline_s, arrival_ns=plan.arrival_ns,
     )  # fmt: skip
     return Prepared(request=await serving.llm.input_processor.process(request), parsing=parsing)
 

@@ -5,12 +5,14 @@ is not: it was aborted, and nobody was told its end.
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from server.deadline import deadline_s
 from server.endpoint import Endpoint
 from server.errors import RequestError, shown
 from server.json_response import JsonResponse
@@ -33,7 +35,7 @@ async def create(request: Request) -> ASGIApp:
     body = await _read(request)
     name = request_id(request, body.request_id)
     serving.llm.check_admission(1)
-    plan = await make_plan(serving, body)
+    plan = replace(await make_plan(serving, body), deadline_s=deadline_s(request, body.timeout_s))
     prepared = await prepare(plan)
     events = _events(plan, prepared)
     if body.stream:

@@ -34,7 +34,7 @@ class Serving:
     max_body_bytes: int
     responses: ResponseStore = field(default_factory=ResponseStore)
     chat: ChatSettings = field(default_factory=ChatSettings)
-    adapters: tuple[str, ...] = ()  # LoRA adapters, which are models of their own to requests
+    adapters: list[str] = field(default_factory=list)  # LoRA: models of their own to requests; they come and go
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:
@@ -108,11 +108,12 @@ class StreamResponse:
         try:
             _submit(self._llm, self._requests, collectors, stream)
             sink.on_writable = _Flush(collectors)
+            sink.on_idle = stream.keep_alive
             for collector in collectors:
                 collector.attach(stream)
             await sink.wait_closed(receive)
         finally:
-            sink.on_writable = None
+            sink.on_writable = sink.on_idle = None
             for collector in collectors:
                 self._llm.release(collector)
 

@@ -21,9 +21,11 @@ class Sink(Protocol):
 
     Attributes:
         on_writable: Called when `is_writable` has become true again.
+        on_idle: Called when nothing has been sent for a while; only by servers that look after their connections.
     """
 
     on_writable: Callable[[], None] | None
+    on_idle: Callable[[], None] | None
 
     @property
     def is_writable(self) -> bool:
@@ -56,6 +58,7 @@ class AsgiSink:
 
     def __init__(self, send: Send) -> None:
         self.on_writable: Callable[[], None] | None = None
+        self.on_idle: Callable[[], None] | None = None
         self._send = send
         self._messages: list[Message] = []  # the same list for ever: `framed` looks at it
         self._wake_up: asyncio.Future[None] | None = None

@@ -38,6 +38,8 @@ def _failed(error: ServerError) -> bytes:
     return b"data: %b\n\n%b" % (one_line(_encode(error.body())), DONE)
 
 
+_KEEP_ALIVE = b": keep-alive\n"  # one newline: after a blank line some clients see an empty event
+
 DONE_ENDING = Ending(DONE, _failed)
 
 
@@ -80,7 +82,8 @@ class EventStream:
         self._continuous_usage = continuous_usage and include_usage
         self._cached_tokens = cached_tokens
         self._headers = [*SSE_HEADERS, *headers]
-        self._is_open = False
+        self._is_open = False  # status and headers are sent
+        self._is_begun = False  # an event is sent
         self._is_finished = False
 
     @property
@@ -93,7 +96,7 @@ class EventStream:
         if self._is_finished:  # another request of this response has failed: the connection is the next response's
             return
         self._completion_tokens[output.index] = output.num_tokens
-        data = b"" if self._is_open else self._opening()
+        data = b"" if self._is_begun else self._opening()
         usage = self._usage_of(output.index) if self._continuous_usage else b""
         if output.finish_reason is not None:
             data += self._form.finish(output, usage, is_fingerprinted=not self._include_usage)
@@ -104,16 +107,28 @@ class EventStream:
         else:
             data += self._form.delta(output, usage)
         if data:
+            self._is_begun = True
             if not self._is_open:
                 self._open()
             self._sink.write(data)
+
+    def keep_alive(self) -> None:
+        """Send a comment, which clients skip: whatever stands between sees a connection that is in use.
+
+        One that comes before the first event takes status and headers along: an error is an event from then on.
+        """
+        if self._is_finished or not self._sink.is_writable:
+            return
+        if not self._is_open:
+            self._open()
+        self._sink.write(_KEEP_ALIVE)
 
     def delta_writer(self, index: int) -> DeltaWriter | None:
         """Return a short cut for deltas of one choice whose text is ready as a JSON string; None if there is none yet.
 
         It writes nothing and returns False while the client does not keep up, or once the response has ended.
         """
-        if not self._is_open or self._continuous_usage:
+        if not self._is_begun or self._continuous_usage:
             return None
         frame = self._form.delta_frame(index, b"")
         return None if frame is None else self._sink.framed(*frame)

@@ -56,6 +56,7 @@ class Outbox:
         self._max_body = segment.header.slot_bytes - HEADER_BYTES
         self._queue: deque[_Outgoing] = deque()
         self._unsent_adds: dict[int, _Outgoing] = {}
+        self.num_aborted = 0  # handles in ABORT records, those that have not left yet included
 
     @property
     def is_empty(self) -> bool:
@@ -87,6 +88,7 @@ class Outbox:
                 self._queue.remove(add)
         if not sent:
             return
+        self.num_aborted += len(sent)
         body = np.array(sent, "<u8").tobytes()
         last = self._queue[-1] if self._queue else None
         if last is not None and last.kind == RecordKind.ABORT and not last.is_started:
@@ -118,7 +120,7 @@ class Outbox:
         slot[HEADER_BYTES : HEADER_BYTES + len(chunk)] = chunk
         HEADER.pack_into(
             slot, 0, self._producer.sequence, outgoing.kind, flags, len(chunk), len(outgoing.body),
-            0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+            0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
         )  # fmt: skip
         self._producer.publish()
 

@@ -37,6 +37,8 @@ class RecordHeader(NamedTuple):
     num_blocks_used: int
     num_blocks: int
     num_preemptions: int
+    num_aborted: int = 0
+    aborted_ns: int = 0
 
 
 assert RecordHeader._fields == RECORD_HEADER.names

@@ -118,6 +118,8 @@ class StepWriter:
         self._step = 0
         self.num_stalls = 0
         self.stall_ns = 0
+        self.num_aborted = 0  # by the owner: handles that the server had it drop, known or not, and the last time
+        self.aborted_ns = 0
 
     def publish(self, step: Step) -> int:
         """Write one step, as one record if it fits, and signal it. Waits while the ring is full; drops nothing.
@@ -147,7 +149,7 @@ class StepWriter:
             slot[HEADER_BYTES : HEADER_BYTES + len(chunk)] = chunk
             HEADER.pack_into(
                 slot, 0, self._producer.sequence, kind, flags, len(chunk), len(body),
-                0, 0, 0, 0, 0, 0, time.monotonic_ns(), 0, 0, 0, 0, 0,
+                0, 0, 0, 0, 0, 0, time.monotonic_ns(), 0, 0, 0, 0, 0, 0, 0,
             )  # fmt: skip
             self._producer.publish()
 
@@ -177,6 +179,7 @@ class StepWriter:
             num_rows, num_tokens, num_entries,
             self._step, step.scheduled_ns, step.forward_done_ns, published_ns,
             step.num_running, step.num_waiting, step.num_blocks_used, step.num_blocks, step.num_preemptions,
+            self.num_aborted, self.aborted_ns,
         )  # fmt: skip
         producer.publish()
         return published_ns

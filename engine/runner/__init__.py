@@ -6,6 +6,7 @@ model that silently ran twenty times slower would be a worse surprise than one t
 """
 
 import logging
+from functools import partial
 
 import torch
 
@@ -73,16 +74,20 @@ def _make_fused(config: EngineConfig, device: torch.device) -> PagedRunner:
     max_model_len = choose_max_model_len(config.max_model_len, [llama.max_position_embeddings])
     sequences = check_sequences(llama.vocab_size, max_model_len)
     reference = load_or_make(config.model, dtype, sequences, lambda: _plain_logits(config, sequences))
-    model = _load_fused(config, llama, dtype, device)
-    runner = PagedRunner(model, max_model_len=max_model_len, device=device, is_deterministic=config.deterministic)
+    load = partial(_load_fused, config, llama, dtype, device)
+    runner = PagedRunner(
+        load(_load_adapters(config, dtype, device)), load=load, max_model_len=max_model_len, device=device,
+        is_deterministic=config.deterministic,
+    )  # fmt: skip
     _check(runner, config, sequences, reference)
     return runner
 
 
-def _load_fused(config: EngineConfig, llama: LlamaConfig, dtype: torch.dtype, device: torch.device) -> FusedModel:
+def _load_fused(
+    config: EngineConfig, llama: LlamaConfig, dtype: torch.dtype, device: torch.device, adapters: Adapters
+) -> FusedModel:
     checkpoint = Checkpoint(config.model, dtype=dtype, device=device)
     factory = LinearFactory(dtype, device, config.quantization, is_deterministic=config.deterministic)
-    adapters = _load_adapters(config, dtype, device)
     try:
         model = FusedModel(llama, checkpoint, factory, adapters, dtype, device)
         adapters.check_all_used()
@@ -93,9 +98,9 @@ def _load_fused(config: EngineConfig, llama: LlamaConfig, dtype: torch.dtype, de
 
 
 def _load_adapters(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Adapters:
-    loaded = [load_adapter(name, path) for name, path in config.adapters.items()]
+    loaded = {number: load_adapter(*adapter) for number, adapter in enumerate(config.adapters.items(), 1)}
     factory = LinearFactory(dtype, device, "none", is_deterministic=config.deterministic)
-    return Adapters(loaded, factory, dtype, device)
+    return Adapters(loaded, factory, dtype, device, is_open=config.runtime_adapters)
 
 
 def _make_hf(config: EngineConfig, device: torch.device) -> PagedRunner:
@@ -104,13 +109,24 @@ def _make_hf(config: EngineConfig, device: torch.device) -> PagedRunner:
 
     model_config = load_config(config.model)
     max_model_len = choose_max_model_len(config.max_model_len, context_limits(model_config.get_text_config()))
-    loaded = load_model(config, model_config, device)
-    model = HfModel(loaded, _load_adapters(config, loaded.dtype, device), device)
+
+    def load_plain(adapters: Adapters | None) -> HfModel:
+        loaded = load_model(config, model_config, device)
+        return HfModel(loaded, adapters or _load_adapters(config, loaded.dtype, device), device)
+
+    def swap(model: HfModel) -> HfModel:
+        factory = LinearFactory(model.dtype, device, config.quantization, is_deterministic=config.deterministic)
+        model.swap_linears(factory)
+        model.adapters.check_all_used()
+        return model
+
+    model = load_plain(None)
     sequences = check_sequences(model.vocab_size, max_model_len)
     reference = torch.stack([model.plain_logits(tokens)[-NUM_CHECKED:] for tokens in sequences])
-    model.swap_linears(LinearFactory(model.dtype, device, config.quantization, is_deterministic=config.deterministic))
-    model.adapters.check_all_used()
-    runner = PagedRunner(model, max_model_len=max_model_len, device=device, is_deterministic=config.deterministic)
+    runner = PagedRunner(
+        swap(model), load=lambda adapters: swap(load_plain(adapters)), max_model_len=max_model_len, device=device,
+        is_deterministic=config.deterministic,
+    )  # fmt: skip
     _check(runner, config, sequences, reference)
     return runner
 

@@ -6,7 +6,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.adapters import Adapters
 from engine.batch import Batch
+from engine.interface import MemoryPart
 
 
 class Runner(Protocol):
@@ -19,7 +21,10 @@ class Runner(Protocol):
     block_size: int  # tokens of a block
     dtype: torch.dtype
     device: torch.device
-    adapter_names: tuple[str, ...]  # of `batch.adapters` 1, 2, ...
+
+    @property
+    def adapters(self) -> Adapters:
+        """Whose numbers `batch.adapters` has."""
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute the batch and keep its keys and values.
@@ -33,6 +38,16 @@ class Runner(Protocol):
 
         Returns:
             The logits, and the final hidden states of `batch.hidden_rows`, [num_hidden, hidden_size] in `dtype`.
+        """
+
+    def release(self, part: MemoryPart) -> None:
+        """Free the weights' memory or the KV cache's."""
+
+    def restore(self, part: MemoryPart) -> None:
+        """Undo `release`; the cache is empty then.
+
+        Raises:
+            EngineError: If the part cannot be had; it stays released.
         """
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -1,6 +1,6 @@
 """A model and its paged KV cache, as the core drives them: the Runner, whichever the model is."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -14,8 +14,10 @@ from engine.attention.tiled import TiledAttention
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.graphs import DecodeGraphs, try_record
+from engine.interface import MemoryPart
 from engine.kv_cache import KVCache, LayerShape, choose_num_blocks
 from engine.model_inputs import ModelInputs, PagedInputs, upload
+from engine.released_memory import give_memory_back
 
 
 class Model(Protocol):
@@ -38,14 +40,26 @@ class Model(Protocol):
 
 
 class PagedRunner:
-    """An `engine.runner.base.Runner`. It has no cache until `make_cache` or `make_cache_for` makes one."""
+    """An `engine.runner.base.Runner`. It has no cache until `make_cache` or `make_cache_for` makes one.
+
+    Args:
+        model: What it runs.
+        load: Loads the same model again.
+    """
 
     def __init__(
-        self, model: Model, *, max_model_len: int, device: torch.device, is_deterministic: bool = False
+        self,
+        model: Model,
+        *,
+        load: Callable[[Adapters], Model],
+        max_model_len: int,
+        device: torch.device,
+        is_deterministic: bool = False,
     ) -> None:
         self.model, self.device, self.max_model_len = model, device, max_model_len
         self.vocab_size, self.hidden_size, self.dtype = model.vocab_size, model.hidden_size, model.dtype
-        self.adapter_names = model.adapters.names
+        self.adapters = model.adapters
+        self._load, self._shapes = load, model.shapes
         self.num_blocks = self.block_size = 0
         self.last_tokens = torch.zeros(0, dtype=torch.int64, device=device)  # of the rows of the step before
         self._is_deterministic = is_deterministic
@@ -56,9 +70,9 @@ class PagedRunner:
     def make_cache(self, num_blocks: int, block_size: int) -> None:
         """Make the cache, in the place of an earlier one, and on a GPU choose what attends over it."""
         self.num_blocks, self.block_size = num_blocks, block_size
-        self._cache = KVCache(self.model.shapes, num_blocks, block_size, self.device)
+        self._cache = KVCache(self._shapes, num_blocks, block_size, self.device)
         if self.device.type == "cuda" and not self._is_deterministic:
-            self._backend = choose_backend(list(self.model.shapes.values()), block_size, self.device)
+            self._backend = choose_backend(list(self._shapes.values()), block_size, self.device)
 
     def make_cache_for(self, config: EngineConfig) -> None:
         """Make a cache of the configured size.
@@ -71,15 +85,43 @@ class PagedRunner:
         num_blocks = choose_num_blocks(
             config.kv_cache_tokens,
             block_size=block_size,
-            token_bytes=sum(shape.num_bytes for shape in self.model.shapes.values()),
+            token_bytes=sum(shape.num_bytes for shape in self._shapes.values()),
             max_model_len=self.max_model_len,
             max_num_seqs=config.max_num_seqs,
             device=self.device,
         )
         self.make_cache(num_blocks, block_size)
         self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
+        self._record()
+
+    def release(self, part: MemoryPart) -> None:
+        """Free the weights' memory or the KV cache's."""
+        self._graphs = None
+        if part == "weights":
+            self.adapters = self.adapters.renew()
+            del self.model
+        else:
+            self._backend = None
+            del self._cache
+        give_memory_back(self.device)
+
+    def restore(self, part: MemoryPart) -> None:
+        """Load the weights from disk, with the adapters of now, or make an empty cache of the size that it had.
+
+        Raises:
+            EngineError: If the weights cannot be loaded.
+        """
+        if part == "weights":
+            self.model = self._load(self.adapters)
+            self.adapters = self.model.adapters
+        else:
+            self.make_cache(self.num_blocks, self.block_size)
+        if hasattr(self, "model") and hasattr(self, "_cache"):
+            self._record()
+
+    def _record(self) -> None:
         if self._backend is not None and self._backend.is_recordable:
-            self._graphs = self._try_record(config.max_num_seqs)
+            self._graphs = self._try_record(len(self.last_tokens))
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:

@@ -25,6 +25,7 @@ class Driver:
         self.steps: list[StepRecord] = []
         self.messages: list[Message] = []
         self._next_handle = 0
+        self._next_call = 1000
 
     def add(self, **options: object) -> int:
         self._next_handle += 1
@@ -36,6 +37,24 @@ class Driver:
     def abort(self, *handles: int) -> None:
         self.engine.outbox.abort(handles)
         self.engine.outbox.flush()
+
+    def call(self, method: str, *args: object) -> int:
+        self._next_call += 1
+        body = {"method": method, "args": args}
+        self.engine.outbox.call(self._next_call, json.dumps(body).encode())
+        self.engine.outbox.flush()
+        return self._next_call
+
+    def reply(self, call_id: int) -> dict[str, object]:
+        """Read until a call is answered."""
+        while True:
+            for message in self.messages:
+                if message.kind == RecordKind.REPLY and int.from_bytes(message.body[:8], "little") == call_id:
+                    return json.loads(message.body[8:])
+            self.read()
+
+    def order(self, method: str, *args: object) -> object:
+        return self.reply(self.call(method, *args))["result"]
 
     def read(self) -> StepRecord | Message:
         deadline = time.monotonic() + 60
@@ -335,6 +354,77 @@ def test_an_unknown_call_gets_an_answer(driver) -> None:
     assert reply.kind == RecordKind.REPLY
     assert int.from_bytes(reply.body[:8], "little") == 77
     assert "dance" in json.loads(reply.body[8:])["error"]
+
+
+def test_keep_freezes_what_runs_and_resume_goes_on_with_the_same_tokens(driver) -> None:
+    alone = driver.add(max_tokens=60)
+    expected = driver.run(alone)[alone].tokens
+    kept = driver.add(max_tokens=60)
+    driver.steps.clear()
+    while kept not in driver.outputs():
+        driver.read()
+    assert driver.order("pause", "keep", True) is True
+    num_tokens = len(driver.outputs()[kept].tokens)
+    late = driver.add(max_tokens=3)
+    assert driver.order("is_paused") is True
+    assert len(driver.outputs()[kept].tokens) == num_tokens < 60
+    assert late not in driver.outputs()
+    while driver.steps[-1].header.num_running + driver.steps[-1].header.num_waiting != 2:
+        driver.read()
+    driver.call("resume")
+    while not all(driver.outputs().get(h) and driver.outputs()[h].finish for h in (kept, late)):
+        driver.read()
+    assert driver.outputs()[kept].tokens == expected
+    assert driver.order("is_paused") is False
+
+
+def test_wait_lets_what_is_there_end_and_holds_what_comes(driver) -> None:
+    early = [driver.add(max_tokens=30) for _ in range(4)]  # one more than there are seats
+    driver.steps.clear()
+    pausing = driver.call("pause", "wait")
+    late, aborted = driver.add(max_tokens=4), driver.add(max_tokens=4)
+    driver.abort(aborted)
+    assert driver.reply(pausing) == {"result": True}
+    assert all(driver.outputs()[handle].finish == FinishReason.LENGTH for handle in early)
+    assert late not in driver.outputs()
+    driver.call("resume")
+    assert len(driver.run(late)[late].tokens) == 4
+    assert aborted not in driver.outputs()
+
+
+def test_a_sleeping_engine_queues_and_wakes_with_the_same_tokens(driver) -> None:
+    before = driver.add(max_tokens=40)
+    expected = driver.run(before)[before].tokens
+    for level in (0, 1, 2):
+        kept = driver.add(max_tokens=40)
+        driver.steps.clear()
+        while kept not in driver.outputs():
+            driver.read()
+        assert driver.order("sleep", level, "keep") == level
+        assert driver.order("is_sleeping") is True
+        late = driver.add(max_tokens=40)
+        assert driver.order("wake_up") is True
+        while not all(driver.outputs().get(h) and driver.outputs()[h].finish for h in (kept, late)):
+            driver.read()
+        assert driver.outputs()[kept].tokens == driver.outputs()[late].tokens == expected
+    assert driver.order("is_sleeping") is False
+
+
+def test_the_prefix_cache_is_reset_once_nobody_holds_blocks(driver) -> None:
+    prompt = np.arange(1, 101, dtype=np.int32)
+    first = driver.add(prompt_token_ids=prompt, max_tokens=80)
+    driver.steps.clear()
+    while first not in driver.outputs():
+        driver.read()
+    is_synthetic = "synthetic" in driver.engine_config
+    assert driver.order("reset_prefix_cache") is is_synthetic  # which has none
+    driver.run(first)
+    assert driver.order("reset_prefix_cache") is True
+    driver.add(prompt_token_ids=prompt, max_tokens=1)
+    again = driver.read()
+    while not again.handles:
+        again = driver.read()
+    assert again.first.num_cached_tokens == [0]
 
 
 def test_the_engine_tells_what_its_steps_have_cost(driver) -> None:

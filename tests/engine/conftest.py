@@ -31,6 +31,7 @@ from transformers import (
     SmolLM3Config,
 )
 
+from engine.adapters import Adapters
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -239,7 +240,7 @@ class FakeRunner:
         self.block_size = block_size
         self.dtype = torch.float32
         self.device = torch.device("cpu")
-        self.adapter_names: tuple[str, ...] = ()
+        self.adapters = Adapters({}, None, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
         self.hidden_size = 0  # it embeds nothing
         self.raises: Exception | None = None
         self._logits_of = logits_of

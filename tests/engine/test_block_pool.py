@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from engine.block_pool import PADDING_BLOCK, BlockPool, Salt
 
 SIZE = 4
-NOBODY = Salt("", "")
+NOBODY = Salt("", 0)
 
 
 def tokens(*numbers: int) -> NDArray[np.int32]:
@@ -47,7 +47,7 @@ def test_what_is_not_registered_is_not_found(pool: BlockPool) -> None:
     assert pool.find_prefix(tokens(*range(8)), NOBODY).block_ids == block_ids[:1]
 
 
-@pytest.mark.parametrize("salt", [Salt("other", ""), Salt("", "adapter")])
+@pytest.mark.parametrize("salt", [Salt("other", 0), Salt("", 1)])
 def test_requests_of_different_salts_or_adapters_share_nothing(pool: BlockPool, salt: Salt) -> None:
     block_ids = pool.allocate(1)
     register_all(pool, block_ids, tokens(0, 1, 2, 3), salt)

@@ -35,13 +35,16 @@ class Scripted:
     def drain(self) -> list[InMessage]:
         return self._inboxes.pop(0)
 
-    def wait(self) -> list[InMessage]:
+    def wait(self, slice_s: float) -> list[InMessage]:  # noqa: ARG002  # the link's
         self.events.append("wait")
         return self._inboxes.pop(0)
 
     def publish(self, step: Step) -> int:
         self.events.append(("publish", step.num_running))
         return 5
+
+    def note_aborted(self, num_handles: int) -> None:
+        self.events.append(("aborted", num_handles))
 
     def send_ready(self, limits: dict[str, int]) -> None:
         self.events.append(("ready", limits["num_blocks"]))
@@ -88,6 +91,13 @@ class Scripted:
     def take_data(self) -> list[Data]:
         return []
 
+    def finish(self) -> Step | None:
+        self.events.append("finish")
+        return None
+
+    def stats(self) -> dict[str, int]:
+        return {}
+
     def limits(self) -> dict[str, int]:
         return {"num_blocks": 3}
 
@@ -121,7 +131,7 @@ def test_a_refused_request_is_told_and_the_others_go_on() -> None:
 
 
 def test_an_unknown_call_gets_an_error() -> None:
-    assert ("reply", 1, "error") in run([call("dance")])
+    assert ("reply", 1, "error", "fault") in run([call("dance")])
 
 
 def test_garbage_is_collected_when_the_engine_has_been_idle_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,3 +149,12 @@ def test_garbage_is_collected_now_and_then_by_an_engine_that_is_never_idle(monke
     monkeypatch.setattr(loop, "_COLLECT_EVERY", 10)
     run([add(1, max_tokens=25)], *[[]] * 24)
     assert len(collections) == 1 + 2
+
+
+def test_no_step_is_made_while_generation_is_paused_and_the_figures_are_told() -> None:
+    pause = Call(2, json.dumps({"method": "pause", "args": ["keep", False]}).encode())
+    events = run([add(1, max_tokens=9)], [pause], [], [add(2)], [Abort([1])], [call("resume")], [])
+    paused = events[events.index(("reply", 2, "result")) : events.index(("reply", 1, "result"))]
+    assert "step" not in paused
+    assert [event for event in paused if event[0] == "publish"] == [("publish", 2), ("publish", 1)]
+    assert events.count("step") == 1 + 2

@@ -1,11 +1,14 @@
 import json
+import pickle
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
+from engine.config import EngineConfig
 from engine.errors import ModelLoadError, ModelNotFoundError, UnsupportedModelError
-from engine.model_loader import context_limits, load_config
+from engine.model_loader import context_limits, load_config, load_model
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
@@ -38,3 +41,36 @@ def test_the_context_ends_where_one_request_would_change_its_mates_rope() -> Non
         hidden_size=32, num_attention_heads=4, head_dim=8, max_position_embeddings=512, rope_parameters=rope
     )
     assert min(context_limits(config)) == 128
+
+
+class Exploit:
+    """Leaves a file when unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return Path.touch, (self.trace,)
+
+
+def test_pickled_weights_are_refused_and_never_loaded(tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, vocab_size=64
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Exploit(trace)))
+    with pytest.raises(ModelLoadError, match="never loaded"):
+        load_model(EngineConfig(model=str(tmp_path)), load_config(str(tmp_path)), torch.device("cpu"))
+    assert not trace.exists()
+
+
+def test_a_models_own_code_is_never_run(tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto_map}))
+    (tmp_path / "own.py").write_text(f"open({str(trace)!r}, 'w')\n")
+    with pytest.raises(UnsupportedModelError, match="never run"):
+        load_config(str(tmp_path))
+    assert not trace.exists()

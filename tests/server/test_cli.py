@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from server import cli, launcher, model_path
+from server import cli, launcher, log_format, model_path
 from server.config import ServeConfig
+from server.config_file import plain_type
 from server.errors import StartupError
 
+EXAMPLES = {"root_path": "/a", "otlp_traces_endpoint": "http://127.0.0.1:4318"}  # of settings that have a form
 OPTIONS = [field for field in dataclasses.fields(ServeConfig) if field.name != "model"]
 
 
@@ -26,7 +28,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
         return 0
 
     monkeypatch.setattr(launcher, "serve", serve)
-    monkeypatch.setattr(launcher, "configure_logging", lambda: None)
+    monkeypatch.setattr(log_format, "configure_logging", lambda _: None)
     return configs
 
 
@@ -34,11 +36,13 @@ def other_value(field: "dataclasses.Field[Any]") -> tuple[list[str], Any]:
     """Return arguments that set an option to another value than its default, and the value."""
     if field.type is bool:
         return [], True
+    if field.name in EXAMPLES:
+        return [EXAMPLES[field.name]], EXAMPLES[field.name]
     if "choices" in field.metadata:
         return [field.metadata["choices"][-1]], field.metadata["choices"][-1]
     if typing.get_origin(field.type) is tuple:
         return ["https://a=1", "https://b=2"], ("https://a=1", "https://b=2")
-    kind = cli._plain_type(field.type)
+    kind = plain_type(field.type)
     return ["77"], kind("77")
 
 

@@ -1,11 +1,13 @@
 """/openapi.json: valid, complete, and true of what the endpoints answer."""
 
+from types import SimpleNamespace
+
 import msgspec
 import openapi_spec_validator
 import pytest
 from starlette.routing import Route
 
-from server import app
+from server import app, control_routes
 from server.app import build_app
 from server.endpoint import Endpoint
 from server.errors import RequestError
@@ -26,7 +28,8 @@ def test_it_is_valid_openapi_3_1(document) -> None:
 
 
 def test_every_route_of_the_application_is_in_it_and_nothing_else(document) -> None:
-    routes = build_app(serving=None).routes  # type: ignore[arg-type]
+    serving = SimpleNamespace(llm=None, model_names=("m",))  # routes look at nothing of it before they are asked
+    routes = build_app(serving).routes  # type: ignore[arg-type]
     assert all(isinstance(route, Route) for route in routes)
     served = {
         (route.path.replace(":path}", "}"), method.lower())
@@ -39,11 +42,29 @@ def test_every_route_of_the_application_is_in_it_and_nothing_else(document) -> N
 
 def test_whoever_takes_a_body_says_its_type_and_whoever_streams_says_so(document) -> None:
     for endpoint in app.ENDPOINTS:
-        assert endpoint.methods != ("POST",) or endpoint.body is not None, endpoint.path
+        is_without_body = endpoint.path.endswith("/cancel")
+        assert endpoint.methods != ("POST",) or is_without_body or endpoint.body is not None, endpoint.path
     chat = document["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
     assert chat.keys() == {"application/json", "text/event-stream"}
     reference = chat["text/event-stream"]["schema"]["contentSchema"]["$ref"]
     assert document["components"]["schemas"][reference.rpartition("/")[2]]["title"] == "ChatCompletionChunk"
+
+
+def test_developer_routes_are_described_with_their_query_and_served_only_when_asked_for() -> None:
+    endpoints = (*app.ENDPOINTS, *control_routes.ENDPOINTS)
+    document = msgspec.json.decode(msgspec.json.encode(make_document(endpoints, "1")))
+    openapi_spec_validator.validate(document)
+    parameters = {each["name"]: each["schema"] for each in document["paths"]["/pause"]["post"]["parameters"]}
+    assert parameters["mode"]["enum"] == ["abort", "keep", "wait"]
+    assert parameters["clear_cache"] == {"type": "boolean", "default": True}
+    paths = {endpoint.path for endpoint in control_routes.ENDPOINTS}
+    serving = SimpleNamespace(llm=None, model_names=("m",))
+    served = [
+        {route.path for route in build_app(serving, has_dev_routes=has).routes}  # type: ignore[arg-type]
+        for has in (False, True)
+    ]
+    assert served[0].isdisjoint(paths)
+    assert paths < served[1]
 
 
 def test_the_error_type_is_the_shape_of_every_error() -> None:

@@ -292,3 +292,40 @@ def test_names_of_the_response_are_escaped() -> None:
     stream.write(last("a"))
     chunk = sink.events[0]
     assert (chunk["id"], chunk["model"], chunk["system_fingerprint"]) == ('a"\u2028', 'm\\"', 'f"')
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_comment_before_the_first_event_opens_the_response_and_changes_no_event(form: Any) -> None:
+    plain, plain_sink = make(form)
+    commented, sink = make(form)
+    commented.keep_alive()
+    assert sink.calls == [("open", 200, sink.calls[0][2]), ("write", b": keep-alive\n")]
+    assert commented.delta_writer(0) is None  # its events would come before the opening one
+    for stream in (plain, commented):
+        stream.write(CompletionOutput(0, "a", [1], num_tokens=1))
+        stream.write(CompletionOutput(0, "b", [2], "stop", num_tokens=2))
+    assert sink.names.count("open") == 1
+    written = b"".join(call[1] for call in sink.calls if call[0] == "write")
+    assert written.removeprefix(b": keep-alive\n") == b"".join(
+        call[1] for call in plain_sink.calls if call[0] == "write"
+    )
+
+
+def test_no_comment_is_written_to_a_client_that_does_not_keep_up_nor_after_the_end() -> None:
+    stream, sink = make()
+    sink.is_writable = False
+    stream.keep_alive()
+    assert sink.calls == []
+    sink.is_writable = True
+    stream.write(CompletionOutput(0, "b", [2], "stop", num_tokens=1))
+    num_calls = len(sink.calls)
+    stream.keep_alive()
+    assert len(sink.calls) == num_calls
+
+
+def test_an_error_after_a_comment_is_an_event() -> None:
+    stream, sink = make()
+    stream.keep_alive()
+    stream.fail(OverloadedError("full"))
+    assert sink.names == ["open", "write", "write", "finish"]
+    assert sink.calls[2][1].startswith(b'data: {"error":')

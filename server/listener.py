@@ -1,0 +1,106 @@
+"""The listening socket: a TCP port or a Unix socket, bound before anything is loaded; and the TLS context around it."""
+
+import contextlib
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from server.config import ServeConfig
+from server.errors import StartupError
+
+_UDS_MODE = 0o660  # owner and group: a proxy in front is in the group
+_CERT_REQS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
+
+
+@contextlib.contextmanager
+def bound(config: ServeConfig) -> Iterator[socket.socket]:
+    """Bind what the configuration names; close it at the end, and remove a Unix socket's file.
+
+    Raises:
+        StartupError: If it is in use or cannot be bound.
+    """
+    listener = _bind_port(config) if config.uds is None else _bind_path(Path(config.uds))
+    try:
+        yield listener
+    finally:
+        listener.close()
+        if config.uds is not None:
+            Path(config.uds).unlink(missing_ok=True)
+
+
+def tls_context(config: ServeConfig) -> ssl.SSLContext | None:
+    """Return the context of the certificate that the configuration names; None: no TLS.
+
+    Raises:
+        StartupError: If a file cannot be read or does not fit, or one is missing.
+    """
+    if config.ssl_certfile is None:
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(config, name) is not None:
+                raise StartupError(f"--{name.replace('_', '-')} is given without --ssl-certfile")
+        return None
+    if config.ssl_cert_reqs != "none" and config.ssl_ca_certs is None:
+        raise StartupError(f"--ssl-cert-reqs is {config.ssl_cert_reqs}: --ssl-ca-certs must say whose certificates")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except OSError as exc:  # SSLError is one
+        files = ", ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)))
+        raise StartupError(f"cannot use {files} for TLS: {exc}") from exc
+    context.verify_mode = _CERT_REQS[config.ssl_cert_reqs]
+    return context
+
+
+def url_of(listener: socket.socket, config: ServeConfig) -> str:
+    """Return where clients find the server; for a Unix socket as any host: the path is told to the client apart."""
+    scheme = "http" if config.ssl_certfile is None else "https"
+    if config.uds is not None:
+        return f"{scheme}://localhost{config.root_path}"
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{config.root_path}"
+
+
+def _bind_port(config: ServeConfig) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as exc:
+        raise StartupError(
+            f"cannot bind {config.host}:{config.port}: {exc.strerror or exc}; choose another --host or --port"
+        ) from exc
+    return listener
+
+
+def _bind_path(path: Path) -> socket.socket:
+    """Bind a Unix socket; one that a killed server has left is replaced, a file of another kind never."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _is_served(path):
+            path.unlink()
+        listener.bind(str(path))
+        path.chmod(_UDS_MODE)
+    except OSError as exc:
+        listener.close()
+        raise StartupError(f"cannot bind {path}: {exc.strerror or exc}; choose another --uds") from exc
+    return listener
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except OSError:  # its queue is full, or it is not ours
+            return True
+    return True

@@ -1,0 +1,151 @@
+"""TLS, Unix sockets and a path prefix, each with a stream that takes the short way to its transport."""
+
+import json
+import socket
+import ssl
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server.config import ServeConfig
+from server.errors import StartupError
+from server.listener import bound, tls_context
+from tests.e2e.conftest import CLI, RunningServer
+
+SYNTHETIC = ("--engine", "synthetic", "--max-model-len", "2048")
+BODY = {"prompt": "a", "max_tokens": 200, "stream": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory) -> tuple[str, str]:
+    directory = tmp_path_factory.mktemp("tls")
+    cert, key = str(directory / "cert.pem"), str(directory / "key.pem")
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    command = ["openssl", "req", "-x509", *curve, "-keyout", key, "-out", cert, *names]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return cert, key
+
+
+@pytest.fixture(scope="module")
+def plain_events():
+    server = RunningServer(*SYNTHETIC)
+    yield server.stream("/v1/completions", **BODY)
+    assert server.stop() == 0
+
+
+def texts(events: list) -> str:
+    assert events[-1] == "[DONE]"
+    return "".join(event["choices"][0]["text"] for event in events[:-1])
+
+
+def read_stream(client: httpx.Client) -> list:
+    with client.stream("POST", "/v1/completions", json=BODY) as response:
+        events = response.read().decode().rstrip("\n").split("\n\n")
+        assert response.status_code == 200
+    return [event[6:] if event == "data: [DONE]" else json.loads(event[6:]) for event in events]
+
+
+class Started:
+    """A server whose banner has no plain URL."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [*CLI, "serve", "--port", "0", *SYNTHETIC, *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.banner = self.process.stdout.readline()
+
+    def __enter__(self) -> "Started":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        try:
+            self.process.communicate(timeout=30)
+        finally:
+            self.process.kill()
+        assert self.process.returncode == 0
+
+
+def test_a_stream_over_tls_is_the_same_stream(certificate, plain_events, tmp_path) -> None:
+    cert, key = certificate
+    with Started("--ssl-certfile", cert, "--ssl-keyfile", key) as server:
+        url = server.banner.split(" at ")[1].split("/v1")[0]
+        assert url.startswith("https://127.0.0.1:")
+        with httpx.Client(base_url=url, verify=ssl.create_default_context(cafile=cert)) as client:
+            assert texts(read_stream(client)) == texts(plain_events)
+            assert client.get("/health").status_code == 200
+            assert client.post("/v1/completions", json={**BODY, "stream": False}).status_code == 200
+        with pytest.raises(httpx.ConnectError), httpx.Client(base_url=url) as client:
+            client.get("/health")  # nobody vouches for the certificate
+        port = int(url.rsplit(":")[-1])
+        with socket.create_connection(("127.0.0.1", port)) as raw:  # no TLS at all
+            raw.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert b"200" not in raw.recv(1000)
+
+
+def test_a_client_without_a_certificate_is_refused_where_one_is_required(certificate) -> None:
+    cert, key = certificate
+    options = ("--ssl-certfile", cert, "--ssl-keyfile", key, "--ssl-ca-certs", cert, "--ssl-cert-reqs", "required")
+    with Started(*options) as server:
+        url = server.banner.split(" at ")[1].split("/v1")[0]
+        context = ssl.create_default_context(cafile=cert)
+        with pytest.raises(httpx.TransportError), httpx.Client(base_url=url, verify=context) as client:
+            client.get("/health")
+        context = ssl.create_default_context(cafile=cert)
+        context.load_cert_chain(cert, key)
+        with httpx.Client(base_url=url, verify=context) as client:
+            assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ssl_keyfile": "/k"}, {"ssl_ca_certs": "/c"}, {"ssl_certfile": "/no/such"},
+     {"ssl_certfile": __file__}, {"ssl_certfile": __file__, "ssl_cert_reqs": "required"}],
+)  # fmt: skip
+def test_tls_options_that_do_not_fit_are_known_before_the_model_loads(options: dict[str, str]) -> None:
+    with pytest.raises(StartupError, match=r"--ssl-|for TLS"):
+        tls_context(ServeConfig(**options))
+
+
+def test_a_unix_socket_serves_streams_and_is_removed_at_the_end(plain_events, tmp_path) -> None:
+    path = tmp_path / "s.sock"
+    with Started("--uds", str(path), "--sse-keep-alive-interval", "5") as server:
+        assert str(path) in server.banner
+        assert path.stat().st_mode & 0o777 == 0o660
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
+            assert texts(read_stream(client)) == texts(plain_events)
+            assert client.get("/health").status_code == 200
+        with pytest.raises(StartupError, match="in use"), bound(ServeConfig(uds=str(path))):
+            pass
+    assert not path.exists()
+
+
+def test_a_socket_that_a_killed_server_left_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
+    stale, file = tmp_path / "stale", tmp_path / "file"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(stale))
+    with bound(ServeConfig(uds=str(stale))):
+        assert stale.is_socket()
+    assert not stale.exists()
+    file.write_text("mine")
+    with pytest.raises(StartupError, match="cannot bind"), bound(ServeConfig(uds=str(file))):
+        pass
+    assert file.read_text() == "mine"
+
+
+def test_a_path_prefix_is_the_proxys_and_keys_know_it(plain_events) -> None:
+    with Started("--root-path", "/llm/a", "--api-key", "k") as server:
+        url = server.banner.split(" at ")[1].split("/llm/a/v1")[0]
+        with httpx.Client(base_url=url, headers={"authorization": "Bearer k"}) as client:
+            assert texts(read_stream(client)) == texts(plain_events)  # as the proxy asks, prefix stripped
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize("prefix", ["a", "/a/", "/", "/a b"])
+def test_a_prefix_that_is_none_is_refused(prefix: str) -> None:
+    with pytest.raises(StartupError, match="--root-path"):
+        ServeConfig(root_path=prefix)
