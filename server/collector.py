@@ -1,20 +1,24 @@
 """The one-slot mailbox between the reader task and whoever waits for a request's output.
 
 Two kinds of consumer: `get` pulls from the slot; a writer that is attached is pushed to, in the same call, while it is
-writable. Deltas that meet a full slot merge, so memory is bounded by the pending output, never by a queue of events.
-Loop thread only.
+writable. Deltas that meet a full slot merge, and tokens whose text can wait are held as ids, so memory is bounded by
+the pending output, never by a queue of events. Loop thread only.
 """
 
 import asyncio
 import io
+import logging
 from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
+from server.errors import EngineGenerateError
 from server.outputs import CompletionOutput, OutputKind, RequestOutput
 from shm_transport.records import DataContent
+
+logger = logging.getLogger(__name__)
 
 
 class OutputWriter(Protocol):
@@ -32,6 +36,19 @@ class OutputWriter(Protocol):
 
     def fail(self, error: Exception) -> None:
         """Send an error; it comes after everything written before."""
+
+
+class HeldTokens(Protocol):
+    """Where one sequence keeps tokens that nobody can take yet."""
+
+    index: int
+
+    @property
+    def has_held(self) -> bool:
+        """Whether it keeps any."""
+
+    def take_held(self) -> CompletionOutput:
+        """Return a delta of the oldest of them."""
 
 
 class _Merged(NamedTuple):
@@ -53,6 +70,7 @@ class RequestOutputCollector:
         self._kind = kind
         self._slot: dict[int, CompletionOutput] = {}
         self._merged: dict[int, _Merged] = {}  # text and tokens of the slot's outputs that were merged
+        self._held: dict[int, HeldTokens] = {}  # whose tokens come after what the slot has of the same sequence
         self._error: Exception | None = None
         self._ready: asyncio.Future[None] | None = None
         self._writer: OutputWriter | None = None
@@ -64,8 +82,8 @@ class RequestOutputCollector:
 
     @property
     def has_pending(self) -> bool:
-        """Whether the slot holds something, which must leave before anything else does."""
-        return bool(self._slot)
+        """Whether something waits, which must leave before anything else does."""
+        return bool(self._slot) or bool(self._held)
 
     def delta_writer(self, index: int) -> Callable[[bytes], bool] | None:
         """Return the writer's short cut for one sequence, or None."""
@@ -83,7 +101,8 @@ class RequestOutputCollector:
         """
         if output.finish_reason is not None:
             self._num_unfinished -= 1
-        if self._writer is not None and not is_behind and not self._slot and self._writer.is_writable:
+        self._held.pop(output.index, None)  # an output has everything before it
+        if self._writer is not None and not is_behind and not self.has_pending and self._writer.is_writable:
             self._writer.write(output)
             return
         held = self._slot.get(output.index)
@@ -91,6 +110,12 @@ class RequestOutputCollector:
             self._slot[output.index] = output
         else:
             self._merge(held, output)
+        if self._writer is None:
+            self._wake()
+
+    def hold(self, held: HeldTokens) -> None:
+        """Note that a sequence has tokens which can leave, once the consumer takes them."""
+        self._held[held.index] = held
         if self._writer is None:
             self._wake()
 
@@ -107,9 +132,11 @@ class RequestOutputCollector:
         writer = self._writer
         if writer is None:
             return
-        while self._slot and writer.is_writable:
-            writer.write(self._take(next(iter(self._slot))))
-        if self._error is not None and not self._slot:
+        while self.has_pending and writer.is_writable:
+            output = self._take(next(iter(self._slot or self._held)))
+            if output is not None:
+                writer.write(output)
+        if self._error is not None and not self.has_pending:
             self._writer = None
             writer.fail(self._error)
 
@@ -121,10 +148,11 @@ class RequestOutputCollector:
         """
         is_done = self._num_unfinished == 0
         is_final_only = self._kind is OutputKind.FINAL_ONLY
-        if self._slot and (is_done or not is_final_only):
-            outputs = [self._take(index) for index in sorted(self._slot)]
-            cached = self.num_cached_tokens
-            return RequestOutput(self.request_id, self.prompt_token_ids, outputs, is_done, cached, self.arrays)
+        if self.has_pending and (is_done or not is_final_only):
+            taken = [self._take(index) for index in sorted({*self._slot, *self._held})]
+            if outputs := [output for output in taken if output is not None]:
+                cached = self.num_cached_tokens
+                return RequestOutput(self.request_id, self.prompt_token_ids, outputs, is_done, cached, self.arrays)
         if self._error is not None:
             raise self._error
         return None
@@ -155,12 +183,35 @@ class RequestOutputCollector:
         held.stop_reason = newer.stop_reason
         held.num_tokens = newer.num_tokens
 
-    def _take(self, index: int) -> CompletionOutput:
+    def _take(self, index: int) -> CompletionOutput | None:
+        """Return what one sequence has waiting, or the older part of it; None if that fails and ends the request."""
+        if index not in self._slot:
+            return self._take_held(index)
         output, merged = self._slot.pop(index), self._merged.pop(index, None)
         if merged is not None:
             output.text, output.token_ids = merged.text.getvalue(), merged.token_ids.tolist()
         return output
 
+    def _take_held(self, index: int) -> CompletionOutput | None:
+        held = self._held.get(index)
+        if held is None:  # another sequence's failure has just ended the request
+            return None
+        try:
+            output = held.take_held()
+        except Exception as exc:
+            self._held.clear()
+            self._error = self._error or output_error(self.request_id, exc)
+            return None
+        if not held.has_held:
+            del self._held[index]
+        return output
+
     def _wake(self) -> None:
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(None)
+
+
+def output_error(request_id: str, exc: Exception) -> EngineGenerateError:
+    """Return what ends a request whose output could not be made, and log why. Call it where `exc` is handled."""
+    logger.exception("the output of request %s could not be processed", request_id)
+    return EngineGenerateError(f"the output of this request could not be processed: {exc}")

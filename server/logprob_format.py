@@ -1,7 +1,8 @@
 """How logprobs look in answers: each token's name and raw bytes by table, never decoded one by one."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ class TokenName(NamedTuple):
 
     text: str  # "bytes:\\xf0\\x9f" where its bytes are no text on their own, as OpenAI writes it
     name: bytes  # JSON string
+    key: bytes  # `name` and a colon
     head: bytes  # of a chat entry: `{"token":...,"logprob":`
     tail: bytes  # of a chat entry: `,"bytes":[...]`, still open
     num_characters: int  # that begin in this token
@@ -45,7 +47,7 @@ class TokenNames(dict[int, TokenName]):
         name = json_string(text)
         num_characters = sum(byte & 0xC0 != 0x80 for byte in data)
         head, tail = b'{"token":%b,"logprob":' % name, b',"bytes":%b' % _encode(list(data))
-        entry = self[token_id] = TokenName(text, name, head, tail, num_characters)
+        entry = self[token_id] = TokenName(text, name, name + b":", head, tail, num_characters)
         return entry
 
 
@@ -61,17 +63,11 @@ class ChatLogprobs:
 
     def content_json(self, logprobs: TokenLogprobs) -> bytes:
         """Return the list of entries, one a token."""
-        width = logprobs.width
-        entries = [self._entry(logprobs, start, start + width) for start in range(0, len(logprobs.token_ids), width)]
-        return b"[%b]" % b",".join(entries)
-
-    def _entry(self, logprobs: TokenLogprobs, start: int, end: int) -> bytes:
-        names, ids, values = self._names, logprobs.token_ids, logprobs.logprobs
-        top = b"},".join([b"%b%b%b" % (names[ids[i]].head, _number(values[i]), names[ids[i]].tail)
-                          for i in range(start + 1, end)])  # fmt: skip
-        sampled = names[ids[start]]
-        listed = b"[%b}]" % top if top else b"[]"
-        return b'%b%b%b,"top_logprobs":%b}' % (sampled.head, _number(values[start]), sampled.tail, listed)
+        width, names = logprobs.width, self._names
+        numbers = _numbers(logprobs.logprobs)
+        named = [names[token_id] for token_id in logprobs.token_ids]
+        parts = [name.head + number + name.tail for name, number in zip(named, numbers, strict=True)]
+        return b"[%b]" % b",".join([_chat_entry(parts[start : start + width]) for start in range(0, len(parts), width)])
 
 
 class CompletionLogprobs:
@@ -83,27 +79,35 @@ class CompletionLogprobs:
 
     def to_json(self, index: int, logprobs: TokenLogprobs) -> bytes:
         """Return the `logprobs` object."""
-        names, width, values = self._names, logprobs.width, logprobs.logprobs
-        sampled = [names[token_id] for token_id in logprobs.token_ids[::width]]
-        offset, offsets = self._offsets.get(index, 0), []
-        for name in sampled:
-            offsets.append(offset)
-            offset += name.num_characters
-        self._offsets[index] = offset
-        own = [_number(value) for value in values[::width]]
-        top = [self._top(logprobs, start) for start in range(0, len(values), width)]
+        width, table = logprobs.width, self._names
+        names = [table[token_id] for token_id in logprobs.token_ids]
+        numbers = _numbers(logprobs.logprobs)
+        sampled = names[::width]
+        ends = [*accumulate([name.num_characters for name in sampled], initial=self._offsets.get(index, 0))]
+        self._offsets[index] = ends.pop()
+        top = [_completion_top(names[start : start + width], numbers[start : start + width])
+               for start in range(0, len(names), width)]  # fmt: skip
         return b'{"text_offset":%b,"token_logprobs":[%b],"tokens":[%b],"top_logprobs":[%b]}' % (
-            _encode(offsets), b",".join(own), b",".join([name.name for name in sampled]), b",".join(top),
+            _encode(ends), b",".join(numbers[::width]), b",".join([name.name for name in sampled]), b",".join(top),
         )  # fmt: skip
 
-    def _top(self, logprobs: TokenLogprobs, start: int) -> bytes:
-        values, ids = logprobs.logprobs, logprobs.token_ids
-        if values[start] is None:
-            return b"null"
-        entries: dict[bytes, bytes] = {}  # different tokens can have one name; the likelier is kept
-        for i in range(start, start + logprobs.width):
-            entries.setdefault(self._names[ids[i]].name, _number(values[i]))
-        return b"{%b}" % b",".join([b"%b:%b" % entry for entry in entries.items()])
+
+def _chat_entry(parts: list[bytes]) -> bytes:
+    """Join the sampled token's part and those of the most likely ones, all still open."""
+    listed = b"[%b}]" % b"},".join(parts[1:]) if len(parts) > 1 else b"[]"
+    return b'%b,"top_logprobs":%b}' % (parts[0], listed)
+
+
+def _completion_top(names: list[TokenName], numbers: list[bytes]) -> bytes:
+    if numbers[0] == b"null":
+        return b"null"
+    parts = dict.fromkeys([name.key + number for name, number in zip(names, numbers, strict=True)])
+    if len({name.key for name in names}) < len(parts):  # different tokens can have one name; the likelier is kept
+        likelier: dict[bytes, bytes] = {}
+        for name, number in zip(names, numbers, strict=True):
+            likelier.setdefault(name.key, name.key + number)
+        parts = dict.fromkeys(likelier.values())
+    return b"{%b}" % b",".join(parts)
 
 
 class PromptLogprobs(NamedTuple):
@@ -147,10 +151,19 @@ def _by_token_id(ids: list[int], values: list[float], rank: int, names: TokenNam
     return b"{%b}" % b",".join(entries.values())
 
 
+def _numbers(values: Sequence[float | None]) -> list[bytes]:
+    """Return each as JSON; encoded at once they take a fifth of the time of `repr` for each."""
+    data = _encode(values)
+    # With None, NaN or an infinity there is a null.
+    if values and b"n" not in data and min(cast("Sequence[float]", values)) > _FLOOR:
+        return data[1:-1].split(b",")
+    return [_number(value) for value in values]
+
+
 def _number(value: float | None) -> bytes:
     if value is None:
         return b"null"
-    return repr(value).encode() if value > _FLOOR else b"-9999.0"  # the comparison is false for NaN too
+    return _encode(value) if value > _FLOOR else b"-9999.0"  # the comparison is false for NaN too
 
 
 def _text(data: bytes) -> str:

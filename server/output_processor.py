@@ -1,18 +1,19 @@
 """From rows of a step record to text in collectors: detokenize, stop strings, finish. The one loop over the rows.
 
 Most rows take the short way: a plain token of a stream whose client keeps up is a table look-up and a write, and one of
-an answer that is wanted whole is put aside. Everything else goes through `advance`.
+an answer that is wanted whole, or of a client that does not keep up, is put aside as its id. Everything else goes
+through `advance`.
 
 Loop thread only. A failure in one request's output ends that request, never the reader.
 """
 
 import asyncio
-import logging
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
-from server.collector import RequestOutputCollector
+from server.collector import RequestOutputCollector, output_error
 from server.detokenizer import Detokenizer
 from server.errors import EngineGenerateError
 from server.input_processor import ProcessedRequest
@@ -26,8 +27,8 @@ from shm_transport.messages import Data
 from shm_transport.records import GRAMMAR_END, DataContent, FinishReason
 from shm_transport.step_ring import FirstRows, Logprobs, StepRecord
 
-logger = logging.getLogger(__name__)
-
+_MAX_TOKEN_ID = 2**31 - 1  # a row with another id is not held: it fails in its own time
+_HELD_SLICE = 4096  # tokens that one delta takes from those held, about a transport's buffer
 CHUNK_ROWS = 64  # rows between two yields to the event loop, counted across records
 _SLOT_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
@@ -39,9 +40,9 @@ class RequestState:
     """One live sequence: its text so far, and where its output goes."""
 
     __slots__ = (
-        "_checker", "_detokenizer", "_due_at", "_interval", "_is_deferred", "_kind", "_logprobs", "_num_shown",
-        "_texts", "_token_ids", "_undecoded", "_write_delta", "collector", "first", "handle", "index", "is_live",
-        "params", "request",
+        "_can_hold", "_checker", "_detokenizer", "_due_at", "_interval", "_kind", "_logprobs", "_num_shown",
+        "_num_undecoded", "_texts", "_token_ids", "_waits_for_end", "_write_delta", "collector", "first", "handle",
+        "index", "is_live", "params", "request",
     )  # fmt: skip
 
     def __init__(
@@ -71,42 +72,64 @@ class RequestState:
             self._checker = StopStringChecker(params.stop, include_stop_str=include, min_tokens=min_tokens)
         self._interval = max(params.stream_interval, stream_interval) if request.kind is OutputKind.DELTA else 1
         self._due_at = 1  # tokens with which the next delta leaves
+        self._num_undecoded = 0  # of the last tokens, whose text nobody has asked for yet
         self._num_shown = 0  # tokens that have left in deltas
         self._logprobs = None if params.logprobs is None else TokenLogprobs(params.logprobs + 1, [], [], [])
         is_plain = self._checker is None and self._logprobs is None
-        self._is_deferred = request.kind is OutputKind.FINAL_ONLY and is_plain
-        self._undecoded = array("i")
+        self._can_hold = is_plain and request.kind is not OutputKind.CUMULATIVE
+        self._waits_for_end = is_plain and request.kind is OutputKind.FINAL_ONLY
         self._write_delta: DeltaWriter | None = None
 
     def try_push(self, token_id: int) -> bool:
         """Take a token that does not end the sequence the short way; False, and nothing done, where there is none."""
-        if self._is_deferred:
-            self._undecoded.append(token_id)
+        if self._waits_for_end:
+            self._token_ids.append(token_id)
+            self._num_undecoded += 1
             return True
         write = self._write_delta
-        if write is None:
-            return self._try_defer(token_id)
-        if self.collector.has_pending:
-            return False
+        if write is None or self.collector.has_pending:
+            return self.try_hold((token_id,), is_behind=False)
         ready = self._detokenizer.ready(token_id)
         if ready is None or (self._checker is not None and not self._checker.ignores(ready[0])) or not write(ready[1]):
             return False
         self._token_ids.append(token_id)
         return True
 
-    def _try_defer(self, token_id: int) -> bool:
-        """Put a token aside that is due later, with others; not where it could complete a stop string."""
-        if len(self._token_ids) + len(self._undecoded) + 1 >= self._due_at:
+    def try_hold(self, token_ids: Sequence[int], *, is_behind: bool) -> bool:
+        """Keep tokens that need not be text yet: four bytes each; False, and nothing done, where they must be now.
+
+        They leave with the end, with the token that is due, or when the collector's consumer takes more.
+        """
+        if not self._can_hold or (token_ids and (min(token_ids) < 0 or max(token_ids) > _MAX_TOKEN_ID)):
             return False
-        if self._checker is not None or self._logprobs is not None:
+        is_due = len(self._token_ids) + len(token_ids) >= self._due_at
+        if is_due and not is_behind and not self.collector.has_pending and not self._waits_for_end:
             return False
-        self._undecoded.append(token_id)
+        self._token_ids.extend(token_ids)
+        self._num_undecoded += len(token_ids)
+        if is_due and not self._waits_for_end:
+            self.collector.hold(self)
         return True
+
+    def take_held(self) -> CompletionOutput:
+        """Return a delta of the held tokens, or of as many as do not keep the loop long. There must be some."""
+        start = len(self._token_ids) - self._num_undecoded
+        token_ids = self._token_ids[start : start + _HELD_SLICE].tolist()
+        self._num_undecoded -= len(token_ids)
+        self._due_at = start + len(token_ids)
+        output = self._output(self._text_of(token_ids, ends_by_token=False)[0], token_ids, None, None)
+        assert output is not None  # it was due
+        return output
+
+    @property
+    def has_held(self) -> bool:
+        """Whether tokens are held."""
+        return self._num_undecoded > 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens of output until now."""
-        return len(self._token_ids) + len(self._undecoded)
+        return len(self._token_ids)
 
     def find_short_way(self) -> None:
         """Look whether the collector's consumer takes ready deltas by now."""
@@ -122,14 +145,18 @@ class RequestState:
         Returns:
             What the consumer should see now by the request's OutputKind; None if nothing.
         """
-        if self._undecoded:
-            token_ids, self._undecoded = self._undecoded.tolist() + token_ids, array("i")
+        new_ids, num_held = token_ids, self._num_undecoded
+        if num_held:
+            token_ids = self._token_ids[-num_held:].tolist() + token_ids
         text, num_taken, stop = self._text_of(token_ids, finish == _STOP and stop_token_id != GRAMMAR_END)
         if logprobs is not None and self._logprobs is not None:
             self._logprobs.extend(logprobs if stop is None else logprobs.first(num_taken))
         if stop is not None:
-            token_ids = token_ids[:num_taken]
+            token_ids = new_ids[:num_taken]  # what waits for a stop string is never held
+            self._token_ids.extend(token_ids)
             return self._output(text, token_ids, "stop", stop)
+        self._token_ids.extend(new_ids)
+        self._num_undecoded = 0
         if not finish:
             return self._output(text, token_ids, None, None)
         if self._checker is not None:
@@ -160,15 +187,14 @@ class RequestState:
     def _output(
         self, text: str, token_ids: list[int], finish_reason: str | None, stop_reason: str | int | None
     ) -> CompletionOutput | None:
-        self._token_ids.extend(token_ids)
-        num_tokens = len(self._token_ids)
+        num_tokens = len(self._token_ids) - self._num_undecoded
         if self._kind is OutputKind.DELTA:
             if self._interval > 1:
                 self._texts.append(text)
                 if num_tokens < self._due_at and finish_reason is None:
                     return None
                 text, self._texts = "".join(self._texts), []
-                token_ids, self._num_shown = self._token_ids[self._num_shown :].tolist(), num_tokens
+                token_ids, self._num_shown = self._token_ids[self._num_shown : num_tokens].tolist(), num_tokens
                 self._due_at = num_tokens + self._interval
             logprobs = self._take_logprobs()
             return CompletionOutput(self.index, text, token_ids, finish_reason, stop_reason, num_tokens, logprobs)
@@ -370,6 +396,10 @@ class OutputProcessor:
         token_ids, finish, stop_token_id = _row(record, row)
         if finish == FinishReason.ERROR:
             raise EngineGenerateError("the engine failed this request")
+        if not finish and state.try_hold(token_ids, is_behind=is_behind):
+            if is_behind:
+                self._held.append(state.collector)
+            return
         logprobs = None if record.logprobs is None else _row_logprobs(record.logprobs, record, row)
         output = state.advance(token_ids, finish, stop_token_id, logprobs)
         if output is None:
@@ -384,11 +414,8 @@ class OutputProcessor:
         state.find_short_way()
 
     def _fail_row(self, state: RequestState, exc: Exception) -> None:
-        if isinstance(exc, EngineGenerateError):
-            error = exc
-        else:
-            logger.exception("the output of request %s could not be processed", state.collector.request_id)
-            error = EngineGenerateError(f"the output of this request could not be processed: {exc}")
+        is_told = isinstance(exc, EngineGenerateError)
+        error = exc if is_told else output_error(state.collector.request_id, exc)
         handles = self.drop(state.collector, "error")
         self._abort_in_engine(handles)
         state.collector.put_error(error)
@@ -467,7 +494,7 @@ def _row_logprobs(columns: Logprobs, record: StepRecord, row: int) -> TokenLogpr
         first, count = record.token_offsets[row], record.num_tokens[row]
     start = columns.starts[row]
     end = start + width * count
-    entries: list[float | None] = [*columns.logprobs[start:end]]
+    entries = cast("list[float | None]", columns.logprobs[start:end])
     return TokenLogprobs(width, columns.token_ids[start:end], entries, columns.sampled_ranks[first : first + count])
 
 

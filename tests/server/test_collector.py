@@ -3,6 +3,7 @@ import asyncio
 import pytest
 
 from server.collector import RequestOutputCollector
+from server.errors import EngineGenerateError
 from server.outputs import CompletionOutput, OutputKind, RequestOutput
 
 
@@ -307,3 +308,88 @@ def test_texts_that_merge_are_joined_once_when_they_are_taken() -> None:
     assert output is not None
     assert output.outputs[0].text == "word " * 1000
     assert output.outputs[0].token_ids == [5] * 1000
+
+
+class FakeHeld:
+    """Tokens that a sequence keeps; each delta takes one."""
+
+    def __init__(self, texts: str, index: int = 0) -> None:
+        self.index = index
+        self.left = list(texts)
+
+    @property
+    def has_held(self) -> bool:
+        return bool(self.left)
+
+    def take_held(self) -> CompletionOutput:
+        return output(self.left.pop(0), self.index)
+
+
+def test_held_tokens_leave_after_the_slot_and_before_an_error() -> None:
+    collector, writer, error = make(), FakeWriter(), ValueError("broken")
+    collector.attach(writer)
+    writer.is_writable = False
+    collector.put(output("a"))
+    collector.hold(FakeHeld("bc"))
+    collector.put_error(error)
+    assert collector.has_pending
+    assert writer.events == []
+    writer.is_writable = True
+    collector.flush()
+    assert writer.events == [output("a"), output("b"), output("c"), error]
+    assert not collector.has_pending
+
+
+def test_held_tokens_leave_no_faster_than_the_writer_takes_them() -> None:
+    collector, writer = make(), FakeWriter()
+    collector.attach(writer)
+    collector.hold(FakeHeld("abc"))
+    write = writer.write
+
+    def write_one(one: CompletionOutput) -> None:
+        write(one)
+        writer.is_writable = False
+
+    writer.write = write_one  # type: ignore[method-assign]
+    for num_written in (1, 2, 3):
+        writer.is_writable = True
+        collector.flush()
+        assert len(writer.events) == num_written
+    assert not collector.has_pending
+
+
+def test_held_tokens_are_pulled_part_by_part() -> None:
+    collector = make(n=2)
+    collector.put(output("x", 1))
+    collector.hold(FakeHeld("ab"))
+    assert texts(collector.get_nowait()) == [(0, "a"), (1, "x")]
+    assert texts(collector.get_nowait()) == [(0, "b")]
+    assert collector.get_nowait() is None
+
+
+async def test_held_tokens_wake_a_consumer_that_waits() -> None:
+    collector = make()
+    waiting = asyncio.ensure_future(collector.get())
+    await asyncio.sleep(0)
+    collector.hold(FakeHeld("a"))
+    assert texts(await waiting) == [(0, "a")]
+
+
+def test_held_tokens_that_cannot_be_made_text_end_their_request() -> None:
+    collector, writer = make(), FakeWriter()
+    collector.attach(writer)
+    collector.put(output("a"))
+    collector.hold(FakeHeld(""))
+    collector.flush()
+    assert writer.events[0] == output("a")
+    assert isinstance(writer.events[1], EngineGenerateError)
+    assert not collector.has_pending
+    assert collector.is_finished
+
+
+def test_a_failure_in_one_sequences_held_tokens_ends_a_pull_of_all() -> None:
+    collector = make(n=2)
+    for index in (0, 1):
+        collector.hold(FakeHeld("", index))
+    with pytest.raises(EngineGenerateError):
+        collector.get_nowait()

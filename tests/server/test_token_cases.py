@@ -6,7 +6,7 @@ they make the step records, and apply what the engine decides (EOS, stop token i
 
 import json
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -562,3 +562,68 @@ def test_a_duplicate_stop_string_changes_nothing() -> None:
     params = SamplingParams(max_tokens=None, stop=("END", "END"))
     final, _ = check_all_agree(tokenizer, [], pieces, params)
     assert final == check_all_agree(tokenizer, [], pieces, replace(params, stop=("END",)))[0]
+
+
+# A consumer that does not keep up.
+
+
+class StalledWriter:
+    """Takes nothing until it is told to; keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.is_writable = False
+        self.outputs: list[CompletionOutput] = []
+        self.errors: list[Exception] = []
+
+    def write(self, output: CompletionOutput) -> None:
+        self.outputs.append(output)
+
+    def delta_writer(self, index: int) -> Callable[[bytes], bool]:  # noqa: ARG002  # the protocol's
+        return lambda _: False
+
+    def fail(self, error: Exception) -> None:
+        self.errors.append(error)
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("ending", ["finish", "error", "none"])
+def test_a_stalled_client_misses_nothing_and_costs_no_text(interval: int, ending: str) -> None:
+    pieces = [{"text": "red"}, {"hex": "f09f"}, {"hex": "9982"}, {"text": " blue"}]
+    tokenizer = TinyTokenizer("byte_level", pieces)
+    ids = tokenizer.ids_of(pieces) * 3000
+    bench, writer = Bench(tokenizer), StalledWriter()
+    params = SamplingParams(max_tokens=None, stream_interval=interval)
+    (handle,), collector = bench.add([], params, OutputKind.DELTA)
+    collector.attach(writer)
+    for token_id in ids:
+        bench.step((handle, [token_id], 0, -1))
+    assert writer.outputs == []
+    if ending == "finish":
+        bench.step((handle, [], int(FinishReason.LENGTH), -1))
+    elif ending == "error":
+        bench.processor.fail(handle, EngineGenerateError("gone"))
+    writer.is_writable = True
+    collector.flush()
+    assert "".join(output.text for output in writer.outputs) == "red🙂 blue" * 3000
+    assert [token_id for output in writer.outputs for token_id in output.token_ids] == ids
+    assert writer.outputs[-1].num_tokens == len(ids)
+    assert [output.finish_reason for output in writer.outputs][-1] == ("length" if ending == "finish" else None)
+    assert [str(error) for error in writer.errors] == (["gone"] if ending == "error" else [])
+    if ending == "none":
+        assert max(len(output.token_ids) for output in writer.outputs) <= 4096
+        bench.step((handle, [ids[0]], 0, -1), (handle, [ids[0]], 0, -1), (handle, [ids[0]], 0, -1))
+        assert writer.outputs[-1].text.startswith("red")
+
+
+def test_tokens_of_a_stalled_client_are_held_as_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = TinyTokenizer("byte_level", [{"text": "a"}])
+    bench, writer = Bench(tokenizer), StalledWriter()
+    (handle,), collector = bench.add([], SamplingParams(max_tokens=None), OutputKind.DELTA)
+    collector.attach(writer)
+    bench.step((handle, [tokenizer.ids_of([{"text": "a"}])[0]], 0, -1))
+    monkeypatch.setattr("server.output_processor.RequestState.advance", lambda *_: pytest.fail("it became text"))
+    for is_behind in (False, True) * 50:
+        bench.step((handle, [tokenizer.ids_of([{"text": "a"}])[0]], 0, -1), is_behind=is_behind)
+    writer.is_writable = True
+    collector.flush()
+    assert "".join(output.text for output in writer.outputs) == "a" * 101
