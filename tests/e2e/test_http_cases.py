@@ -154,7 +154,7 @@ BAD_FIELDS = [
     ("model", '"another"'), ("logprobs", "21"), ("logprobs", "-1"), ("logprobs", "true"), ("logprobs", '"5"'),
     ("echo", '"yes"'), ("best_of", "3"), ("suffix", '"x"'), ("logit_bias", '{"x": 1}'), ("logit_bias", '{"5": 101}'),
     ("logit_bias", '{"49152": 1}'), ("logit_bias", "[]"), ("logit_bias", '{"5": NaN}'), ("presence_penalty", "2.5"),
-    ("frequency_penalty", "-2.1"), ("repetition_penalty", "0"), ("repetition_penalty", "1e400"),
+    ("frequency_penalty", "-2.1"), ("repetition_penalty", "0"), ("repetition_penalty", "1e-45"), ("repetition_penalty", "1e400"),
     ("prompt_logprobs", "-1"), ("prompt_logprobs", "21"), ("allowed_token_ids", "[]"), ("allowed_token_ids", "[-1]"),
     ("bad_words", '["no such word as one token"]'), ("bad_words", '[""]'), ("bad_words", "5"), ("cache_salt", '"@"'),
     ("priority", "2147483648"), ("truncate_prompt_tokens", "-2"), ("truncate_prompt_tokens", "0"),
