@@ -102,13 +102,17 @@ def test_min_tokens_withholds_eos_but_not_the_grammars_own_end(driver: Any) -> N
     assert driver.tokens[2] == ids_of("abc")
 
 
-@pytest.mark.parametrize("text", ["<|im_end|>x", "a<|im_end|>x", "<|im_start|>x", '{"k": "<|endoftext|>"}', "a<|im_end|>"])
+@pytest.mark.parametrize(
+    "text", ["<|im_end|>x", "a<|im_end|>x", "<|im_start|>x", '{"k": "<|endoftext|>"}', "a<|im_end|>"]
+)
 def test_text_spelled_like_a_special_token_is_written_in_ordinary_ones(text: str) -> None:
     from server.model_path import resolve
 
     tokenizer = load_tokenizer(resolve(None) / "tokenizer.json", 49152)
     library = LLMatcher(tokenizer, f"start: {json.dumps(text)}", log_level=0)
-    matcher = CompiledGrammar(library, tokenizer).matcher(AddRequest(handle=1, prompt_token_ids=np.ones(1, np.int32), max_tokens=99, eos_token_id=2))
+    matcher = CompiledGrammar(library, tokenizer).matcher(
+        AddRequest(handle=1, prompt_token_ids=np.ones(1, np.int32), max_tokens=99, eos_token_id=2)
+    )
     mask, written = np.zeros(matcher.num_mask_bytes, np.uint8), list[int]()
     while not matcher.is_complete:
         matcher.fill(mask)
