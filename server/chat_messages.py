@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from server.errors import RequestError, shown
+from server.json_size import check_json_size
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
@@ -73,10 +74,24 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
             param="messages",
         )
     arguments = function.get("arguments") or "{}"
-    try:
-        decoded = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
-    except (msgspec.DecodeError, RecursionError) as exc:
-        raise RequestError(
-            f"{where}.function.arguments is {shown(arguments)}: must be a JSON text ({exc})", param="messages"
-        ) from exc
+    decoded = decode_arguments(arguments, f"{where}.function.arguments") if isinstance(arguments, str) else arguments
     return {**call, "function": {**function, "arguments": decoded}}
+
+
+def decode_arguments(text: str, where: str, *, param: str = "messages") -> Any:
+    """Return what the arguments of a tool call hold.
+
+    Args:
+        text: As a model wrote it; "" for none.
+        where: What errors call it.
+        param: The field at fault.
+
+    Raises:
+        RequestError: If it is no JSON, or holds too much.
+    """
+    raw = (text or "{}").encode()
+    check_json_size(raw, where, param=param)
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise RequestError(f"{where} is {shown(text)}: must be a JSON text ({exc})", param=param) from exc

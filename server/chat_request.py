@@ -30,6 +30,11 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
+    @property
+    def limit_name(self) -> str:
+        """The field that limits the answer's tokens: the one that the client has sent."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
     def token_limit(self) -> int | None:
         """Return max_completion_tokens, or its older name's value.
 

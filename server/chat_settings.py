@@ -1,8 +1,10 @@
 """How this server's model calls tools and shows its reasoning: from its chat template and the command line."""
 
+import asyncio
 from dataclasses import dataclass, replace
 
 from server.chat_parser import ChatParsing
+from server.chat_request import ChatCompletionRequest
 from server.chat_template import ChatPrompt, ChatTemplate
 from server.reasoning import ends_in_reasoning
 from server.tool_formats import FORMATS, format_of_template
@@ -11,6 +13,7 @@ from server.tools import ToolUse
 
 TOOL_PARSERS = ("auto", *FORMATS, "none")
 REASONING_PARSERS = ("none", "think")
+_INLINE_MESSAGES = 256  # so many take about half a millisecond
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +53,16 @@ class ChatSettings:
         if self.takes_tools:
             return replace(prompt, tools=use.for_template())
         return replace(prompt, messages=use.told(prompt.messages))
+
+    async def prompt_of(self, request: ChatCompletionRequest, use: ToolUse | None) -> ChatPrompt:
+        """Return a request's prompt, told of its tools; made on a thread if there may be much of it.
+
+        Raises:
+            RequestError: As ChatCompletionRequest.chat_prompt and `prompt`.
+        """
+        if len(request.messages) <= _INLINE_MESSAGES and not any(message.tool_calls for message in request.messages):
+            return self.prompt(request.chat_prompt(), use)
+        return await asyncio.to_thread(lambda: self.prompt(request.chat_prompt(), use))
 
     def parsing(self, use: ToolUse | None, prompt: str, *, include_reasoning: bool) -> ChatParsing | None:
         """Return how to read the answers to a prompt; None: they are plain text."""

@@ -17,6 +17,7 @@ from server.errors import RequestError, StartupError
 _STUMBLES = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError,
 )  # fmt: skip
+_MARK = "\ue000ringserve-end\ue001"  # private characters, which no template knows
 
 
 class _GenerationTag(Extension):
@@ -87,32 +88,41 @@ class ChatTemplate:
             RequestError: If the template refuses the messages, or stumbles over them.
         """
         messages = prompt.messages if self._knows_developer else [_as_system(message) for message in prompt.messages]
+        text = self._render(prompt, messages)
+        return self._without_end(prompt, messages, text) if prompt.continues_final_message else text
+
+    def _render(self, prompt: ChatPrompt, messages: list[dict[str, Any]]) -> str:
         names = {
             **prompt.extra, **self._special_tokens, "messages": messages, "tools": prompt.tools,
             "documents": prompt.documents, "add_generation_prompt": prompt.add_generation_prompt,
         }  # fmt: skip
         try:
-            text = self._template.render(names)
+            return self._template.render(names)
         except _STUMBLES as exc:
             raise RequestError(f"the model's chat template refuses these messages: {exc}", param="messages") from exc
-        return _without_end(text, messages[-1]["content"]) if prompt.continues_final_message else text
+
+    def _without_end(self, prompt: ChatPrompt, messages: list[dict[str, Any]], text: str) -> str:
+        """Cut a rendered chat behind its last message's content.
+
+        Where that is, a mark behind the content shows: the template's ending may hold the content's text too. Templates
+        may strip a content, and the mark keeps them from it: so what stands before it is compared with `text`.
+        """
+        last = messages[-1]
+        content = str(last["content"])
+        before, mark, _ = self._render(prompt, [*messages[:-1], {**last, "content": content + _MARK}]).partition(_MARK)
+        kept = before if text.startswith(before) else before.rstrip()
+        if not mark or not content.strip() or not text.startswith(kept):
+            raise RequestError(
+                "continue_final_message is true, but the last message is empty, or changed by the model's chat "
+                "template",
+                param="continue_final_message",
+            )
+        return kept
 
 
 def _as_system(message: dict[str, Any]) -> dict[str, Any]:
     """Return a developer's message as the system's, for templates that know no developer."""
     return {**message, "role": "system"} if message["role"] == "developer" else message
-
-
-def _without_end(text: str, final: str) -> str:
-    """Cut a rendered chat behind its last message's content, which templates may have stripped."""
-    at = text.rfind(final.strip())
-    if at < 0 or not final.strip():
-        raise RequestError(
-            "continue_final_message is true, but the last message is empty, or changed by the model's chat template",
-            param="continue_final_message",
-        )
-    kept = final.lstrip()
-    return text[: at + len(kept if text.startswith(kept, at) else final.strip())]
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

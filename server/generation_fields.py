@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from server.errors import RequestError, shown
-from server.sampling_params import SamplingParams
+from server.sampling_params import MAX_BIASED_TOKENS, SamplingParams
 
 # Fields that change the answer and are not supported, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -115,6 +115,11 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     vllm_xargs: Any = None
     web_search_options: Any = None
 
+    @property
+    def limit_name(self) -> str:
+        """The field that limits the answer's tokens."""
+        return "max_tokens"
+
     def check(self) -> None:
         """Refuse fields that are not supported, and those that contradict each other.
 
@@ -166,6 +171,10 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         """
         given: dict[str, Any] = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         given |= {name: tuple(value) for name in _LISTS if (value := getattr(self, name)) is not None}
+        if len(self.logit_bias or ()) > MAX_BIASED_TOKENS:
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias or ())} entries: at most {MAX_BIASED_TOKENS}", param="logit_bias"
+            )
         if self.logit_bias:
             given["logit_bias"] = tuple((_token_id(key), bias) for key, bias in self.logit_bias.items())
         if self.allowed_token_ids == []:

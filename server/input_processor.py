@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ from shm_transport.records import Pooling
 
 _INLINE_ITEMS = 4096  # characters or token ids; more are processed on a thread: so many take about a millisecond
 _MESSAGE_ITEMS = 64  # what rendering a message costs beside its text
+_REQUEST_ITEMS = 16  # what a request costs beside its prompt
+_BAD_WORD_ITEMS = 8
 _NO_SAMPLING = SamplingParams()  # of an embedding
 
 
@@ -44,6 +46,7 @@ class GenerateRequest:
     adapter: str = ""  # name of a LoRA adapter that the engine has; none: the model as it is
     deadline_s: float | None = None  # when it ends, done or not, on time.monotonic()'s clock
     name: str = "prompt"  # what errors call it
+    limit_name: str = "max_tokens"  # what errors call params.max_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +136,7 @@ class InputProcessor:
         template = self._model.chat_template
         if template is None:
             raise RequestError("this model has no chat template: use /v1/completions, or start with --chat-template")
-        is_small = sum(len(message["content"]) + _MESSAGE_ITEMS for message in prompt.messages) <= _INLINE_ITEMS
+        is_small = sum(map(_message_items, prompt.messages)) <= _INLINE_ITEMS
         if is_small and not (prompt.tools or prompt.documents or prompt.extra):
             return template.render(prompt)
         return await asyncio.to_thread(template.render, prompt)
@@ -201,14 +204,18 @@ class InputProcessor:
                 f"{name} has {len(text)} characters, more than {model.max_model_len} tokens can hold: shorten it",
                 param=name,
             )
-        return model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
+        try:
+            return model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
+        except TypeError as exc:  # the library's for a text that cannot be UTF-8
+            raise RequestError(f"{name} holds a lone surrogate: texts must be valid Unicode", param=name) from exc
 
     def _fit(self, request: GenerateRequest, token_ids: list[int]) -> ProcessedRequest:
         model, params = self._model, request.params.without_duplicates()
         room = model.max_model_len - len(token_ids)
         if params.max_tokens is not None and params.max_tokens > model.max_model_len:
             raise RequestError(
-                f"max_tokens is {params.max_tokens}: at most the context of {model.max_model_len}", param="max_tokens"
+                f"{request.limit_name} is {params.max_tokens}: at most the context of {model.max_model_len}",
+                param=request.limit_name,
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > max_tokens:
@@ -242,7 +249,13 @@ class InputProcessor:
 
     def _bad_token_id(self, word: str) -> int:
         """Return the one token that a bad word is."""
-        token_ids = self._model.tokenizer.encode(word, add_special_tokens=False)
+        tokenizer = self._model.tokenizer
+        if len(word) > tokenizer.longest_token:
+            raise RequestError(
+                f"bad_words holds a word of {len(word)} characters: the longest token has {tokenizer.longest_token}",
+                param="bad_words",
+            )
+        token_ids = tokenizer.encode(word, add_special_tokens=False)
         if len(token_ids) != 1:
             raise RequestError(
                 f"bad_words holds {shown(word)}, which is {len(token_ids)} tokens: only words of one token are "
@@ -272,9 +285,29 @@ _Request = TypeVar("_Request", GenerateRequest, EncodeRequest)
 
 async def _each(process: Callable[[_Request], ProcessedRequest], requests: list[_Request]) -> list[ProcessedRequest]:
     """Process requests, on a thread if there is much of them."""
-    if sum(len(request.prompt) for request in requests) <= _INLINE_ITEMS:
+    if sum(map(_num_items, requests)) <= _INLINE_ITEMS:
         return [process(request) for request in requests]
     return await asyncio.to_thread(lambda: [process(request) for request in requests])
+
+
+def _num_items(request: GenerateRequest | EncodeRequest) -> int:
+    """Return what a request costs, in characters or token ids.
+
+    Raises:
+        RequestError: If its prompt is neither.
+    """
+    if not isinstance(request.prompt, (str, list, tuple)):
+        raise RequestError(
+            f"{request.name} is {shown(request.prompt)}: must be a text or a list of token ids", param=request.name
+        )
+    params = request.params if isinstance(request, GenerateRequest) else _NO_SAMPLING
+    listed = (params.stop_token_ids, params.allowed_token_ids, params.bad_token_ids, params.logit_bias)
+    return len(request.prompt) + _REQUEST_ITEMS + sum(map(len, listed)) + _BAD_WORD_ITEMS * len(params.bad_words)
+
+
+def _message_items(message: dict[str, Any]) -> int:
+    """Return what rendering a message costs; calls hold decoded arguments, whose size is not known."""
+    return len(message["content"]) + _MESSAGE_ITEMS + (_INLINE_ITEMS if "tool_calls" in message else 0)
 
 
 def _truncate(token_ids: list[int], truncation: Truncation, context: int, most: int) -> list[int]:

@@ -4,6 +4,7 @@ A thread of its own runs the event loop with the AsyncLLM; the caller's thread w
 """
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 import threading
@@ -17,8 +18,9 @@ from tqdm import tqdm
 
 from server.async_llm import AsyncLLM
 from server.chat_request import ChatCompletionRequest
+from server.chat_settings import ChatSettings
 from server.config import ServeConfig
-from server.errors import EngineDeadError, EngineGenerateError, RequestError
+from server.errors import EngineDeadError, EngineGenerateError, RequestError, shown
 from server.input_processor import EncodeRequest, GenerateRequest, ProcessedRequest
 from server.outputs import EmbeddingOutput, OutputKind, RequestOutput
 from server.sampling_params import SamplingParams
@@ -58,6 +60,8 @@ class LLM:
         except BaseException:
             _end(self._loop, self._thread)
             raise
+        names = self.config.tool_call_parser, self.config.reasoning_parser
+        self._chat = ChatSettings.of(self._llm.model.chat_template, *names)
         self._shutdown = weakref.finalize(self, _shut_down, self._llm, self._loop, self._thread)
 
     def __enter__(self) -> "LLM":
@@ -101,11 +105,11 @@ class LLM:
         Args:
             messages: Conversations, each a list of messages as OpenAI writes them, or one of them.
             params: As `generate`; None is the model's defaults and tokens up to the context's end.
-            tools: For the chat template, as the four that follow, which are fields of a chat completion request.
-            documents: See `tools`.
-            chat_template_kwargs: See `tools`.
-            add_generation_prompt: See `tools`.
-            continue_final_message: See `tools`.
+            tools: What the model is told that it may call, as a chat completion request has them; its calls are text.
+            documents: For the chat template, as the three that follow: fields of a chat completion request too.
+            chat_template_kwargs: See `documents`.
+            add_generation_prompt: See `documents`.
+            continue_final_message: See `documents`.
             use_tqdm: As `generate`.
 
         Raises:
@@ -117,7 +121,8 @@ class LLM:
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
         }  # fmt: skip
         prompts = self._call(self._render_all(_conversations(messages), options))
-        return self._generate(prompts, params or default, "messages", use_tqdm=use_tqdm)
+        shown = self._chat.tool_format.markers if tools and self._chat.tool_format is not None else ()
+        return self._generate(prompts, _showing(params or default, shown), "messages", use_tqdm=use_tqdm)
 
     def embed(
         self,
@@ -167,6 +172,8 @@ class LLM:
 
     def _generate(self, prompts: Sequence[Prompt], params: Params, name: str, *, use_tqdm: bool) -> list[RequestOutput]:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if not (isinstance(each, Sequence) and all(isinstance(one, SamplingParams) for one in each)):
+            raise RequestError(f"params are {shown(params)}: SamplingParams for all, or a list of one for each")
         if len(each) != len(prompts):
             raise RequestError(f"params are {len(each)} for {len(prompts)} {name}: one for all, or one for each")
         requests = [
@@ -185,7 +192,8 @@ class LLM:
             try:
                 chat = msgspec.convert({"messages": conversation, **options}, ChatCompletionRequest)
                 chat.check()
-                prompts.append(await self._llm.input_processor.render_chat(chat.chat_prompt()))
+                prompt = self._chat.prompt(chat.chat_prompt(), chat.tool_use())
+                prompts.append(await self._llm.input_processor.render_chat(prompt))
             except (RequestError, msgspec.ValidationError) as exc:
                 raise RequestError(f"messages[{index}]: {exc}", param=f"messages[{index}]") from exc
         return prompts
@@ -243,9 +251,18 @@ def _shut_down(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return several prompts, or the one, as a list."""
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts is {shown(prompts)}: a text, token ids, or a list of either", param="prompts")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _showing(params: Params, special_tokens: Sequence[str]) -> Params:
+    """Return parameters with which these special tokens are text: those between which a model writes its calls."""
+    if isinstance(params, SamplingParams):
+        return dataclasses.replace(params, shown_special_tokens=params.shown_special_tokens | {*special_tokens})
+    return [_showing(each, special_tokens) for each in params]  # type: ignore[misc]
 
 
 def _pooling(name: str | None) -> Pooling | None:
@@ -256,6 +273,8 @@ def _pooling(name: str | None) -> Pooling | None:
 
 def _conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
     """Return several conversations, or the one, as a list."""
+    if not isinstance(messages, Sequence):
+        raise RequestError(f"messages is {shown(messages)}: a list of messages, or several", param="messages")
     return [messages] if messages and isinstance(messages[0], dict) else messages  # type: ignore[list-item,return-value]
 
 

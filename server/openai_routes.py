@@ -27,6 +27,7 @@ from server.request_body import read_body
 from server.request_id import HEADER, request_id
 from server.sampling_params import SamplingParams
 from server.serving import Serving, StreamResponse, collect
+from server.tool_grammar import answer_grammar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +66,7 @@ async def chat_completions(request: Request) -> ASGIApp:
     defaults = serving.llm.model.sampling_defaults
     params = body.sampling_params(body.token_limit(), defaults, logprobs=body.num_logprobs())
     use = body.tool_use()
-    prompt = serving.chat.prompt(body.chat_prompt(), use)
+    prompt = await serving.chat.prompt_of(body, use)
     serving.llm.check_admission(params.n)
     text = await serving.llm.input_processor.render_chat(prompt)
     echoed = [body.echoed_text(prompt)] if body.echo else None
@@ -73,9 +74,9 @@ async def chat_completions(request: Request) -> ASGIApp:
     parsing = serving.chat.parsing(use, text, include_reasoning=body.include_reasoning is not False)
     if parsing is None:
         return await _answer(request, body, _CHAT, params, prompts)
-    grammar = ""
-    if use is not None and use.is_forced:
-        grammar = await asyncio.to_thread(use.grammar, parsing.reasoning)
+    form = await serving.llm.input_processor.grammars.find(body)
+    special_token_id = serving.llm.model.tokenizer.special_token_id
+    grammar = await asyncio.to_thread(answer_grammar, use, parsing, form, special_token_id)
     params = replace(params, shown_special_tokens=parsing.markers, grammar=grammar)
     return await _answer(request, body, _parsed_chat(parsing), params, prompts)
 
@@ -156,6 +157,7 @@ async def _process(
                 add_special_tokens=prompts.add_special_tokens,
                 first_index=i * params.n,
                 truncation=truncation,
+                limit_name=body.limit_name,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
                 arrival_ns=times.arrival_ns,

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from server.chat_messages import ChatMessage
+from server.chat_messages import ChatMessage, decode_arguments
 from server.errors import RequestError, shown
 
 Item = dict[str, Any]
@@ -28,6 +28,7 @@ class _FunctionCall(msgspec.Struct):
     name: str
     arguments: str
     id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class _FunctionCallOutput(msgspec.Struct):
@@ -71,14 +72,15 @@ def normalize(given: str | list[Any] | None) -> list[Item]:
 def chat_messages(instructions: str | None, items: list[Item]) -> list[ChatMessage]:
     """Return the messages for the chat template: a model's text and the calls that follow it are one message.
 
-    Reasoning items are left out: templates drop the reasoning of earlier turns.
+    Reasoning items are left out: templates drop the reasoning of earlier turns. So are calls that were cut: their
+    arguments are no JSON.
     """
     messages = [] if instructions is None else [ChatMessage(role="system", content=instructions)]
     for item in items:
         kind = item["type"]
         if kind == "message":
             messages.append(ChatMessage(role=item["role"], content=_text(item["content"])))
-        elif kind == "function_call":
+        elif kind == "function_call" and item.get("status") != "incomplete":
             _add_call(messages, item)
         elif kind == "function_call_output":
             content = _text(item["output"])
@@ -112,8 +114,10 @@ def _normalize_item(item: Any, where: str) -> Item:
         return _message_item(message.role, content, message.id)
     if kind == "function_call":
         call = _convert(item, _FunctionCall, where)
+        if call.status != "incomplete":
+            decode_arguments(call.arguments, f"{where}.arguments", param=f"{where}.arguments")
         return {
-            "id": call.id or new_id("fc"), "type": kind, "status": "completed", "call_id": call.call_id,
+            "id": call.id or new_id("fc"), "type": kind, "status": call.status or "completed", "call_id": call.call_id,
             "name": call.name, "arguments": call.arguments,
         }  # fmt: skip
     if kind == "function_call_output":

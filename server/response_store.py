@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 MAX_STORED_BYTES = 256 << 20
+_LARGEST_SHARE = 16  # of the bytes, for one response: one in so many parts
 
 _encode = msgspec.json.encode
 
@@ -51,9 +52,11 @@ class StoredResponse(msgspec.Struct, frozen=True, gc=False):
 class ResponseStore:
     """The newest responses by use: those not asked for the longest go first.
 
+    A response of more than a sixteenth of the bytes is not kept: a few large ones would push out everybody else's.
+
     Args:
         max_responses: Most that are kept; 0 keeps none.
-        max_bytes: Most that they may hold together; a response that exceeds it alone is not kept.
+        max_bytes: Most that they may hold together.
     """
 
     def __init__(self, max_responses: int = 1024, max_bytes: int = MAX_STORED_BYTES) -> None:
@@ -74,6 +77,8 @@ class ResponseStore:
     def put(self, response_id: str, stored: StoredResponse) -> None:
         """Keep a response; drop the least recently used ones beyond the limits."""
         self.delete(response_id)
+        if stored.num_bytes > self._max_bytes // _LARGEST_SHARE:
+            return
         self._responses[response_id] = stored
         self.num_bytes += stored.num_bytes
         while len(self._responses) > self._max_responses or self.num_bytes > self._max_bytes:

@@ -16,6 +16,8 @@ from server.response_store import ResponseStore, encode_items
 from server.responses_protocol import LOGPROBS, ResponseRequest
 from server.sampling_params import SamplingParams
 from server.serving import Serving
+from server.structured_output import Grammar
+from server.tool_grammar import answer_grammar
 from server.tools import ToolUse
 
 # What the input processor's errors call a field, and what this endpoint does.
@@ -70,12 +72,6 @@ async def make_plan(serving: Serving, body: ResponseRequest) -> Plan:
         params, use = body.params(serving.llm.model.sampling_defaults), body.tool_use()
     items = await _conversation(serving.responses, body)
     grammar = await _grammar(serving, body)
-    if grammar and use is not None and use.mode == "auto":
-        raise RequestError(
-            "text.format is set beside tools: an answer that must follow it calls no tool; leave one out, or set "
-            "tool_choice to none or required",
-            param="text.format",
-        )
     is_stored = serving.responses.is_enabled and body.store is not False
     stored_items = await _on_thread(len(items), encode_items, items) if is_stored else None
     return Plan(
@@ -115,8 +111,10 @@ def not_found(response_id: str, name: str) -> NotFoundError:
 
 async def _conversation(store: ResponseStore, body: ResponseRequest) -> list[Item]:
     """Return all items that the response is generated from: the previous responses', then the request's."""
-    num_given = len(body.input) if isinstance(body.input, list) else 1
-    items = await _on_thread(num_given, normalize, body.input)
+    if isinstance(body.input, list):
+        items = await asyncio.to_thread(normalize, body.input)  # calls hold arguments, whose size is not known
+    else:
+        items = normalize(body.input)
     if body.previous_response_id is None:
         return items
     previous = store.get(body.previous_response_id)
@@ -132,18 +130,32 @@ async def _on_thread(num_items: int, work: Callable[P, T], *args: P.args, **kwar
     return await asyncio.to_thread(work, *args, **kwargs)
 
 
+def _num_pieces(items: list[Item]) -> int:
+    """Return how many items they count for, as calls have arguments that are decoded."""
+    return len(items) + sum(len(item.get("arguments", "")) for item in items) // _BYTES_PER_ITEM
+
+
 async def _grammar(serving: Serving, body: ResponseRequest) -> str:
-    """Return the grammar of `text.format`, or of vLLM's own fields; "" for plain text."""
-    if body.has_format:
-        return await asyncio.to_thread(body.format_grammar)
-    return await serving.llm.input_processor.grammars.find(body)
+    """Return the grammar of `text.format`, or of vLLM's own fields, checked; "" for plain text."""
+    grammars = serving.llm.input_processor.grammars
+    other = await grammars.find(body)
+    if not body.has_format:
+        return other
+    if other:
+        field = other.field if isinstance(other, Grammar) else "text.format"
+        raise RequestError(
+            f"text.format and {field} are set: the output can have one form, leave one out", param="text.format"
+        )
+    grammar = await asyncio.to_thread(body.format_grammar)
+    await grammars.check(grammar)
+    return grammar
 
 
 async def _prepare_from(plan: Plan, start: int) -> Prepared:
     """Render, tokenize and validate the items from number `start` on."""
     serving, body, use = plan.serving, plan.body, plan.use
     items = plan.items[start:]
-    prompt = serving.chat.prompt(await _on_thread(len(items), body.chat_prompt, items), use)
+    prompt = serving.chat.prompt(await _on_thread(_num_pieces(items), body.chat_prompt, items), use)
     text = await serving.llm.input_processor.render_chat(prompt)
     parsing = serving.chat.parsing(use, text, include_reasoning=body.include_reasoning is not False)
     if parsing is not None and body.wants_logprobs:
@@ -163,9 +175,8 @@ async def _params(plan: Plan, parsing: ChatParsing | None) -> SamplingParams:
     """Return the sampling parameters with the grammar and the parser's markers."""
     if parsing is None:
         return replace(plan.params, grammar=plan.grammar)
-    grammar = plan.grammar
-    if plan.use is not None and plan.use.is_forced:
-        grammar = await asyncio.to_thread(plan.use.grammar, parsing.reasoning)
+    special_token_id = plan.serving.llm.model.tokenizer.special_token_id
+    grammar = await asyncio.to_thread(answer_grammar, plan.use, parsing, plan.grammar, special_token_id)
     return replace(plan.params, grammar=grammar, shown_special_tokens=parsing.markers)
 
 

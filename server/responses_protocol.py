@@ -153,6 +153,10 @@ class ResponseRequest(GenerationFields, kw_only=True):
         Raises:
             RequestError: If a value is out of its range.
         """
+        _check(
+            self.wants_logprobs or not self.top_logprobs, "top_logprobs", self.top_logprobs,
+            f"name {LOGPROBS} in include, or leave it out",
+        )  # fmt: skip
         num_logprobs = (self.top_logprobs or 0) if self.wants_logprobs else None
         return self.sampling_params(self.max_output_tokens, defaults, logprobs=num_logprobs)
 
@@ -236,6 +240,10 @@ class ResponseRequest(GenerationFields, kw_only=True):
             _check(form.name is not None, "text.format.name", form.name, "json_schema needs a name")
 
     def _check_tools(self) -> None:
+        _check(
+            len(self.tools or ()) <= chat_tools.MAX_TOOLS, "tools", f"{len(self.tools or ())} tools",
+            f"at most {chat_tools.MAX_TOOLS}",
+        )  # fmt: skip
         for i, tool in enumerate(self.tools or ()):
             _check(
                 tool.type == "function", f"tools[{i}].type", tool.type,

@@ -6,12 +6,12 @@ is not: it was aborted, and nobody was told its end.
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from server import response_types as types
 from server.deadline import deadline_s
 from server.endpoint import Endpoint
 from server.errors import RequestError, shown
@@ -66,7 +66,7 @@ async def input_items(request: Request) -> ASGIApp:
     items = _stored(request).items()
     query = request.query_params
     limit, order = query.get("limit", "20"), query.get("order", "desc")
-    if not (limit.isdecimal() and 1 <= int(limit) <= _MAX_LISTED):
+    if not (limit.isascii() and limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= _MAX_LISTED):
         raise RequestError(f"limit is {shown(limit)}: must be from 1 to {_MAX_LISTED}", param="limit")
     if order not in ("asc", "desc"):
         raise RequestError(f"order is {shown(order)}: must be asc or desc", param="order")
@@ -88,27 +88,43 @@ async def delete(request: Request) -> ASGIApp:
     return JsonResponse(deleted(response_id))
 
 
-_Json = dict[str, Any]
 ENDPOINTS = (
     Endpoint(
-        path="/v1/responses", handler=create, summary="Make a response", body=ResponseRequest, answer=_Json, event=_Json
+        path="/v1/responses",
+        handler=create,
+        summary="Make a response",
+        body=ResponseRequest,
+        answer=types.Response,
+        event=types.ResponseEvent,
     ),
     Endpoint(
         path="/v1/responses/input_tokens",
         handler=count_input_tokens,
         summary="Count what a response's input has",
         body=ResponseRequest,
-        answer=_Json,
+        answer=types.InputTokens,
     ),
-    Endpoint(path="/v1/responses/{id}", handler=retrieve, summary="Return a response", methods=("GET",), answer=_Json),
-    Endpoint(path="/v1/responses/{id}", handler=delete, summary="Delete a response", methods=("DELETE",), answer=_Json),
+    Endpoint(
+        path="/v1/responses/{id}",
+        handler=retrieve,
+        summary="Return a response",
+        methods=("GET",),
+        answer=types.Response,
+    ),
+    Endpoint(
+        path="/v1/responses/{id}",
+        handler=delete,
+        summary="Delete a response",
+        methods=("DELETE",),
+        answer=types.DeletedResponse,
+    ),
     Endpoint(path="/v1/responses/{id}/cancel", handler=cancel, summary="Refuse: none runs in the background"),
     Endpoint(
         path="/v1/responses/{id}/input_items",
         handler=input_items,
         summary="List what a response was made from",
         methods=("GET",),
-        answer=_Json,
+        answer=types.ItemList,
     ),
 )
 

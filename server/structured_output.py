@@ -28,6 +28,7 @@ class Grammar(str):
     """
 
     field: str = "grammar"
+    is_written: bool = False  # by people, of terminals that may begin as others do: no alternative can stand beside it
 
     @property
     def text(self) -> str:
@@ -57,15 +58,28 @@ def from_json_schema(schema: Any, *, field: str = "json_schema", **whitespace: A
     return _named(LLMatcher.grammar_from_json_schema(prepared, overrides=options), field)  # type: ignore[arg-type]
 
 
-def json_rule(schema: dict[str, Any], *, field: str) -> str:
-    """Return a schema as an expression of Lark's notation, for JSON with the spaces that json.dumps writes.
+def json_rule(schema: dict[str, Any], *, field: str, is_flexible: bool = False) -> str:
+    """Return a schema as an expression of Lark's notation.
+
+    Args:
+        schema: A document with refs of its own.
+        field: The request's, for errors.
+        is_flexible: Whether spaces are as free as from_json_schema's; else they are those that json.dumps writes.
 
     Raises:
         RequestError: If the schema holds what cannot be followed exactly.
     """
-    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    fixed = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    spaces = {"whitespace_pattern": _WHITESPACE} if is_flexible else fixed
     options = {"json_allowed_escapes": _ESCAPES, **spaces}
     return f"%json {msgspec.json.encode(json_schema.prepare(schema, field) | {'x-guidance': options}).decode()}"
+
+
+def with_form(rules: str, form: str) -> Grammar:
+    """Return a grammar whose rules, in Lark's notation, may say `@form` for what another grammar admits."""
+    grammars = json.loads(form)["grammars"] if form.startswith("{") else [{"lark_grammar": form}]
+    named = {**grammars[0], "name": "form"}
+    return Grammar(json.dumps({"grammars": [{"lark_grammar": rules}, named, *grammars[1:]]}))
 
 
 def json_object(*, field: str = "json_object", **whitespace: Any) -> Grammar:
@@ -105,9 +119,11 @@ def ebnf(text: str, *, field: str = "grammar") -> Grammar:
         RequestError: If it is no text, too long, or cannot be converted.
     """
     try:
-        return _named(grammar_from("grammar", _text(text, field)), field)
+        grammar = _named(grammar_from("grammar", _text(text, field)), field)
     except ValueError as exc:
         raise RequestError(f"{field}: {exc}", param=field) from exc
+    grammar.is_written = True
+    return grammar
 
 
 lark = ebnf

@@ -98,7 +98,7 @@ async def detokenize(request: Request) -> ASGIApp:
 
 
 async def _render(serving: Serving, chat: ChatCompletionRequest) -> str:
-    return await serving.llm.input_processor.render_chat(serving.chat.prompt(chat.chat_prompt(), chat.tool_use()))
+    return await serving.llm.input_processor.render_chat(await serving.chat.prompt_of(chat, chat.tool_use()))
 
 
 async def _run(num_items: int, function: Any, *arguments: Any) -> Any:

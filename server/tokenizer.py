@@ -87,6 +87,11 @@ class Tokenizer:
             return tables[False].bytes_of(token_id)
         return self.decode([token_id], skip_special_tokens=False).encode()
 
+    def special_token_id(self, text: str) -> int | None:
+        """Return the id of the special token that is written so; None if it is text. Takes up to a millisecond."""
+        added = self._library.get_added_tokens_decoder().items()
+        return next((token_id for token_id, token in added if token.special and token.content == text), None)
+
     def detokenizer(
         self, prompt_token_ids: list[int], *, skip_special_tokens: bool, shown: frozenset[str] = NONE_SHOWN
     ) -> Detokenizer:

@@ -4,7 +4,7 @@ import re
 import secrets
 
 from server.text_scanner import Reads
-from server.tool_parser import ToolFormat, ToolParser
+from server.tool_parser import CallSyntax, ToolFormat, ToolParser
 
 _BRACES = re.compile(r"[\s}]*")
 _SEPARATORS = re.compile(r"[\s;]*")
@@ -100,9 +100,22 @@ def _read_text(parser: ToolParser) -> Reads[None]:
 
 # By their names on the command line, which are vLLM's.
 FORMATS = {
-    "hermes": ToolFormat(read=_read_hermes, markers=("<tool_call>", "</tool_call>")),
-    "llama3_json": ToolFormat(read=_read_llama3_json, markers=("<|python_tag|>",)),
-    "mistral": ToolFormat(read=_read_mistral, markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), new_id=_mistral_id),
+    "hermes": ToolFormat(
+        read=_read_hermes,
+        markers=("<tool_call>", "</tool_call>"),
+        syntax=CallSyntax(call_opening="<tool_call>\n", call_closing="\n</tool_call>", separator="\n"),
+    ),
+    "llama3_json": ToolFormat(
+        read=_read_llama3_json,
+        markers=("<|python_tag|>",),
+        syntax=CallSyntax(arguments="parameters", separator="; "),
+    ),
+    "mistral": ToolFormat(
+        read=_read_mistral,
+        markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        new_id=_mistral_id,
+        syntax=CallSyntax(opening="[TOOL_CALLS][", separator=", ", closing="]"),
+    ),
 }
 REQUIRED = ToolFormat(read=_read_required)  # a list of objects: what the grammar for tool_choice required allows
 NAMED = ToolFormat(read=_read_named)  # the arguments alone: what the grammar for a named function allows

@@ -41,6 +41,24 @@ def call_id() -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CallSyntax:
+    """What is written around calls, each an object with a name and arguments, where a grammar makes a model write them.
+
+    Attributes:
+        opening: Before all calls; `closing` after them, and `separator` between two.
+        call_opening: Before each call; `call_closing` after it.
+        arguments: The key of the arguments.
+    """
+
+    opening: str = ""
+    call_opening: str = ""
+    arguments: str = "arguments"
+    call_closing: str = ""
+    separator: str = ""
+    closing: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ToolFormat:
     """How a model writes tool calls.
 
@@ -48,11 +66,13 @@ class ToolFormat:
         read: Reads a whole output.
         markers: Texts of special tokens that it must see.
         new_id: Makes the id of a call.
+        syntax: For a grammar; None where calls are not the model's own choice.
     """
 
     read: "Callable[[ToolParser], Reads[None]]"
     markers: tuple[str, ...] = ()
     new_id: Callable[[], str] = call_id
+    syntax: CallSyntax | None = None
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from server.tool_formats import NAMED, REQUIRED, TEXT
 from server.tool_parser import ToolFormat
 
 MAX_TOOLS = 128
-MAX_FORCED_CALLS = 16  # in one answer: a model that likes lists would not end its list
+MAX_CALLS = 16  # by grammar, in one answer: a model that likes lists would not end its list
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _OPEN_ENDED = ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref")
 
@@ -129,17 +129,17 @@ class ToolUse:
         Raises:
             RequestError: If a schema cannot be followed, or they are too long.
         """
-        thought = {None: "", False: "thought? ", True: "thought "}[reasoning]
-        rules = [f"start: {thought}{'parameters_0' if self.mode == 'named' else 'calls'}"]
-        if reasoning is not None:
-            opening = "" if reasoning else '"<think>" '
-            rules += [f"thought: {opening}thinking /\\s{{0,4}}/", 'thinking[suffix="</think>"]: /(?s:.*)/']
+        thought, thought_lines = thought_rules(reasoning)
+        rules = [f"start: {thought}{'parameters_0' if self.mode == 'named' else 'calls'}", *thought_lines]
         if self.mode == "required":
-            more = f'(", " call){{0,{MAX_FORCED_CALLS - 1}}} ' if self.is_parallel else ""
+            more = f'(", " call){{0,{MAX_CALLS - 1}}} ' if self.is_parallel else ""
             calls = [f"call_{i}" for i in range(len(self.functions))]
             rules += [f'calls: "[" call {more}"]"', f"call: {' | '.join(calls)}"]
             rules += [_call_rule(i, function.name) for i, function in enumerate(self.functions)]
-        rules += [_parameters_rule(i, function) for i, function in enumerate(self.functions)]
+        rules += [
+            f"parameters_{i}: {json_rule(parameters_schema(function), field='tools')}"
+            for i, function in enumerate(self.functions)
+        ]
         grammar = Grammar("\n".join(rules))
         if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
             raise RequestError(f"tools make a grammar of more than {MAX_GRAMMAR_BYTES} bytes", param="tools")
@@ -190,6 +190,15 @@ def tool_use(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool
     return ToolUse(functions=functions, mode=choice or "auto", is_parallel=is_parallel)
 
 
+def thought_rules(reasoning: bool | None) -> tuple[str, list[str]]:
+    """Return what a grammar says before an answer, and the rules for it; argument as ToolUse.grammar's."""
+    if reasoning is None:
+        return "", []
+    opening = "" if reasoning else '"<think>" '
+    rules = [f"thought: {opening}thinking /\\s{{0,4}}/", 'thinking[suffix="</think>"]: /(?s:.*)/']
+    return "thought " if reasoning else "thought? ", rules
+
+
 def _checked(tools: list[Tool]) -> tuple[FunctionDefinition, ...]:
     if not 1 <= len(tools) <= MAX_TOOLS:
         raise RequestError(f"tools has {len(tools)} tools: 1 to {MAX_TOOLS}, or leave it out", param="tools")
@@ -231,12 +240,12 @@ def _call_rule(index: int, name: str) -> str:
     return f'call_{index}: "{{\\"name\\": \\"{name}\\", \\"parameters\\": " parameters_{index} "}}"'
 
 
-def _parameters_rule(index: int, function: FunctionDefinition) -> str:
-    """Return the rule of a function's arguments. Where their schema lists properties, a forced call has these alone."""
+def parameters_schema(function: FunctionDefinition) -> dict[str, Any]:
+    """Return the schema of a function's arguments in a grammar: where it lists properties, a call has these alone."""
     schema = {"type": "object", **(function.parameters or {"properties": {}})}
     if "properties" in schema and not any(name in schema for name in _OPEN_ENDED):
         schema["additionalProperties"] = False
-    return f"parameters_{index}: {json_rule(schema, field='tools')}"
+    return schema
 
 
 def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def config_of(command: list[str]) -> ServeConfig:
     assert Path(command[0]).name == "ringserve"
     options = cli._parser().parse_args(command[1:])
     assert options.command == "serve"
-    return ServeConfig(**cli._values(options, ServeConfig))
+    return ServeConfig(**cli._given(options, ServeConfig))
 
 
 def env_of(text: str) -> dict[str, str]:

@@ -114,13 +114,48 @@ def start_server() -> Iterator[Callable[..., RunningServer]]:
             os.kill(server.engine_pid, signal.SIGKILL)
 
 
-@pytest.fixture(scope="module")
-def synthetic() -> Iterator[RunningServer]:
-    """One free-running server with the synthetic engine for a whole module."""
-    server = RunningServer("--engine", "synthetic", "--max-model-len", "2048")
-    yield server
-    assert server.stop() == 0
-    assert server.leftovers() == []
+class SharedServers:
+    """Servers for tests that leave them as they were: one for each command line, for the whole session."""
+
+    def __init__(self) -> None:
+        self._servers: dict[tuple[str, ...], RunningServer] = {}
+
+    def __call__(self, *arguments: str) -> RunningServer:
+        """Return the server of a command line, idle."""
+        if arguments not in self._servers:
+            self._servers[arguments] = RunningServer(*arguments)
+        server = self._servers[arguments]
+        wait_until(lambda: not any(server.load().values()), 30)
+        return server
+
+    def stop(self) -> None:
+        """End them all at once; each has to end well, and leave nothing."""
+        servers = self._servers.values()
+        for server in servers:
+            server.client.close()
+            server.process.send_signal(signal.SIGTERM)
+        assert [server.wait(60) for server in servers] == [0] * len(servers)
+        assert [server.leftovers() for server in servers] == [[]] * len(servers)
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[SharedServers]:
+    """Return servers that other tests use too."""
+    servers = SharedServers()
+    yield servers
+    servers.stop()
+
+
+@pytest.fixture
+def synthetic(shared_server: SharedServers) -> RunningServer:
+    """The free-running server with the synthetic engine."""
+    return shared_server("--engine", "synthetic", "--max-model-len", "2048")
+
+
+@pytest.fixture
+def default_model(shared_server: SharedServers) -> RunningServer:
+    """The default model in fp32, where greedy output does not depend on batch mates."""
+    return shared_server("--dtype", "float32")
 
 
 @pytest.fixture(scope="session")

@@ -30,10 +30,10 @@ def figures(url: str, path: Path, *arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize("load", [("--concurrency", "4"), ("--request-rate", "20")])
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_the_figures_are_those_of_the_engine(
-    start_server, tmp_path: Path, endpoint: str, load: tuple[str, str]
+    shared_server, tmp_path: Path, endpoint: str, load: tuple[str, str]
 ) -> None:
     """A step each 20 ms, 100 ms to the first token, and its token a step after: waiting for steps adds up to three."""
-    server = start_server(
+    server = shared_server(
         "--engine", "synthetic", "--step-time-ms", str(STEP_MS), "--prefill-time-ms", str(PREFILL_MS),
         "--max-model-len", "512",
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.e2e.conftest import RunningServer
 from tests.e2e.test_disconnect import send
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
@@ -10,11 +9,9 @@ SLOW = ("--engine", "synthetic", "--step-time-ms", "20")
 PREFILL = ("--engine", "synthetic", "--prefill-time-ms", "60000")
 
 
-@pytest.fixture(scope="module")
-def slow():
-    server = RunningServer(*SLOW)
-    yield server
-    assert server.stop() == 0
+@pytest.fixture
+def slow(shared_server):
+    return shared_server(*SLOW)
 
 
 @pytest.mark.parametrize("given", [{"timeout_s": 0.3}, {"x-request-timeout": "0.3"}, {"both": True}], ids=str)

@@ -29,8 +29,8 @@ def reset(client: socket.socket) -> None:
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "json"])
 @pytest.mark.parametrize("engine", [PREFILL, DECODE], ids=["prefill", "decode"])
-def test_a_closed_socket_frees_its_requests_in_the_engine(start_server, wait, engine, stream, n, close) -> None:
-    server = start_server(*engine)
+def test_a_closed_socket_frees_its_requests_in_the_engine(shared_server, wait, engine, stream, n, close) -> None:
+    server = shared_server(*engine)
     prompts = ["a", "b"]
     client = send(server.port, "/v1/completions", prompt=prompts, n=n, max_tokens=4000, stream=stream)
     in_engine = {"server_load": 2 * n, "num_requests_running": 2 * n, "num_requests_waiting": 0}
@@ -43,8 +43,8 @@ def test_a_closed_socket_frees_its_requests_in_the_engine(start_server, wait, en
     assert server.client.get("/health").status_code == 200
 
 
-def test_closed_clients_do_not_disturb_the_others(start_server, wait) -> None:
-    server = start_server(*DECODE)
+def test_closed_clients_do_not_disturb_the_others(shared_server, wait) -> None:
+    server = shared_server(*DECODE)
     expected = server.complete(prompt="a", max_tokens=100)["choices"][0]["text"]
     leaving = [send(server.port, "/v1/completions", prompt="a", max_tokens=4000, stream=True) for _ in range(20)]
     staying = [send(server.port, "/v1/completions", prompt="a", max_tokens=100, stream=True) for _ in range(5)]
@@ -95,8 +95,8 @@ def test_a_full_queue_answers_503_with_retry_after_before_any_byte(start_server,
 
 def test_a_client_that_stops_reading_gets_every_token_when_it_reads_again(start_server, wait) -> None:
     server = start_server("--engine", "synthetic", "--max-model-len", "200000")
-    expected = server.complete(prompt="a", max_tokens=50_000)["choices"][0]["text"]
-    client = send(server.port, "/v1/completions", prompt="a", max_tokens=50_000, stream=True)
+    expected = server.complete(prompt="a", max_tokens=20_000)["choices"][0]["text"]
+    client = send(server.port, "/v1/completions", prompt="a", max_tokens=20_000, stream=True)
     wait(lambda: server.load()["server_load"] == 0, 60)  # all tokens are there, the client has read none
     data = b""
     while b"[DONE]" not in data[-100:]:
@@ -104,12 +104,12 @@ def test_a_client_that_stops_reading_gets_every_token_when_it_reads_again(start_
     client.close()
     lines = [line[6:] for line in data.decode().splitlines() if line.startswith("data: {")]
     assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected
-    print(f"50,000 tokens in {len(lines)} events")
-    assert len(lines) < 50_000
+    print(f"20,000 tokens in {len(lines)} events")
+    assert len(lines) < 20_000
 
 
-def test_two_live_requests_of_one_id_keep_their_own_outputs(start_server, wait) -> None:
-    server = start_server(*DECODE)
+def test_two_live_requests_of_one_id_keep_their_own_outputs(shared_server, wait) -> None:
+    server = shared_server(*DECODE)
     bodies = [
         server.client.build_request(
             "POST", "/v1/completions", json={"prompt": "a", "max_tokens": n}, headers={"X-Request-Id": "same"}
@@ -146,7 +146,7 @@ def test_a_client_that_leaves_a_pipeline_behind_is_aborted_whole(start_server, w
     started = time.monotonic()
     assert server.stop() == 0
     assert time.monotonic() - started < 10  # no task waits for a disconnect that never comes
-    assert server.stderr == ""
+    assert all(line.startswith("INFO ") for line in server.stderr.splitlines())
 
 
 def test_half_a_body_and_then_silence_is_no_error_of_the_server(start_server, wait) -> None:
@@ -158,11 +158,11 @@ def test_half_a_body_and_then_silence_is_no_error_of_the_server(start_server, wa
         client.close()
     assert server.complete(prompt="a", max_tokens=1)["usage"]["completion_tokens"] == 1
     assert server.stop() == 0
-    assert server.stderr == ""
+    assert all(line.startswith("INFO ") for line in server.stderr.splitlines())
 
 
-def test_a_client_that_asks_without_end_and_never_reads_is_dropped(start_server) -> None:
-    server = start_server(*DECODE)
+def test_a_client_that_asks_without_end_and_never_reads_is_dropped(shared_server) -> None:
+    server = shared_server(*DECODE)
     questions = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 1_000_000
     client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
     with pytest.raises((ConnectionResetError, BrokenPipeError)):
@@ -172,8 +172,8 @@ def test_a_client_that_asks_without_end_and_never_reads_is_dropped(start_server)
 
 
 @pytest.mark.parametrize("line", [b"X-Long: " + b"a" * 200_000, b"X-Many: b\r\n" * 20_000], ids=["long", "many"])
-def test_a_head_without_end_is_refused(start_server, line) -> None:
-    server = start_server(*DECODE)
+def test_a_head_without_end_is_refused(shared_server, line) -> None:
+    server = shared_server(*DECODE)
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n" + line)
         answer = client.recv(10_000)
@@ -182,9 +182,9 @@ def test_a_head_without_end_is_refused(start_server, line) -> None:
 
 
 def test_nonsense_behind_a_running_stream_closes_the_connection_without_an_answer_in_the_stream(
-    start_server, wait
+    shared_server, wait
 ) -> None:
-    server = start_server(*DECODE)
+    server = shared_server(*DECODE)
     client = send(server.port, "/v1/completions", prompt="a", max_tokens=4000, stream=True)
     received = client.recv(1000)
     client.sendall(b"\x16\x03 nonsense\r\n\r\n")
@@ -206,8 +206,8 @@ def test_nonsense_behind_a_running_stream_closes_the_connection_without_an_answe
     ],
     ids=["messages", "texts", "lists of ids", "ids", "refused field"],
 )
-def test_a_large_body_does_not_hold_the_others_up(start_server, body) -> None:
-    server = start_server(*DECODE)
+def test_a_large_body_does_not_hold_the_others_up(shared_server, body) -> None:
+    server = shared_server(*DECODE)
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     data = json.dumps({**body, "max_tokens": 1}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"

@@ -12,7 +12,7 @@ import pytest
 from server.config import ServeConfig
 from server.errors import StartupError
 from server.listener import bound, tls_context
-from tests.e2e.conftest import CLI, RunningServer
+from tests.e2e.conftest import CLI
 
 SYNTHETIC = ("--engine", "synthetic", "--max-model-len", "2048")
 BODY = {"prompt": "a", "max_tokens": 200, "stream": True, "temperature": 0}
@@ -29,11 +29,9 @@ def certificate(tmp_path_factory) -> tuple[str, str]:
     return cert, key
 
 
-@pytest.fixture(scope="module")
-def plain_events():
-    server = RunningServer(*SYNTHETIC)
-    yield server.stream("/v1/completions", **BODY)
-    assert server.stop() == 0
+@pytest.fixture
+def plain_events(synthetic):
+    return synthetic.stream("/v1/completions", **BODY)
 
 
 def texts(events: list) -> str:

@@ -91,6 +91,29 @@ def test_a_chat_is_a_conversation_or_a_list_of_them(llm) -> None:
     assert one.prompt_token_ids[: len(bare.prompt_token_ids)] == bare.prompt_token_ids
 
 
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds."}}]
+
+
+def test_the_model_is_told_of_its_tools_as_over_http(llm, synthetic) -> None:
+    conversation = [{"role": "user", "content": "Hello"}]
+    for params in (GREEDY, [GREEDY], None):
+        (told,) = llm.chat([conversation], params, tools=TOOLS, use_tqdm=False)
+        assert told.prompt_token_ids == synthetic.post("/tokenize", messages=conversation, tools=TOOLS).json()["tokens"]
+    (plain,) = llm.chat(conversation, GREEDY, use_tqdm=False)
+    assert len(told.prompt_token_ids) > len(plain.prompt_token_ids) + 20
+
+
+def test_tools_that_make_no_sense_or_could_not_be_called_are_refused(llm) -> None:
+    conversation = [{"role": "user", "content": "Hello"}]
+    with pytest.raises(RequestError, match="tools has 0 tools"):
+        llm.chat(conversation, tools=[], use_tqdm=False)
+    with (
+        LLM(engine="synthetic", tool_call_parser="none") as blind,
+        pytest.raises(RequestError, match="--tool-call-parser"),
+    ):
+        blind.chat(conversation, tools=TOOLS, use_tqdm=False)
+
+
 def test_embeddings_come_in_order(llm) -> None:
     embeddings = [output.embedding for output in llm.embed(["a", "b", "a"], use_tqdm=False)]
     np.testing.assert_array_equal(embeddings[0], embeddings[2])

@@ -30,8 +30,8 @@ def samples(server: Any) -> dict[str, float]:
 
 
 @pytest.fixture
-def paced(start_server: Callable[..., Any]) -> Any:
-    return start_server("--engine", "synthetic", "--step-time-ms", "5", "--served-model-name", 'a "model"')
+def paced(shared_server: Callable[..., Any]) -> Any:
+    return shared_server("--engine", "synthetic", "--step-time-ms", "5", "--served-model-name", 'a "model"')
 
 
 def test_the_text_format_says_what_clients_have_done(paced, wait) -> None:

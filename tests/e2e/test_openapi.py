@@ -1,8 +1,13 @@
 """What the server answers is what its own /openapi.json says."""
 
+import json
+
 import jsonschema
 import openapi_spec_validator
 import pytest
+from tokenizers import Tokenizer
+
+from engine.default_model import ensure_default_model
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
 REQUESTS = [
@@ -12,14 +17,16 @@ REQUESTS = [
     ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 5, "logprobs": 2, "return_token_ids": True}),
     ("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "float"}),
     ("/v1/embeddings", {"input": "a", "encoding_format": "base64"}),
+    ("/v1/responses", {"input": "Hi", "max_output_tokens": 5}),
+    ("/v1/responses/input_tokens", {"input": "Hi"}),
     ("/tokenize", {"prompt": "a b", "return_token_strs": True}),
     ("/detokenize", {"tokens": [1, 2]}),
 ]
 
 
 @pytest.fixture(scope="module")
-def document(synthetic):
-    document = synthetic.client.get("/openapi.json").json()
+def document(shared_server):
+    document = shared_server("--engine", "synthetic", "--max-model-len", "2048").client.get("/openapi.json").json()
     openapi_spec_validator.validate(document)
     return document
 
@@ -71,3 +78,59 @@ def test_an_error_fits_the_description(synthetic, document, path) -> None:
     assert response.status_code in (400, 404)
     schema = response_of(document, "/tokenize", "post", "default")["application/json"]["schema"]
     check(response.json(), schema, closed(document))
+
+
+TOOLS = [{"type": "function", "name": "now", "parameters": {"type": "object"}}]
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+CONVERSATION = [
+    {"role": "user", "content": "a"},
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "b"}]},
+    {"role": "assistant", "content": "c"},
+    {"type": "function_call", "call_id": "x", "name": "now", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "x", "output": "noon"},
+]
+
+
+def response_events(server, **body) -> list:
+    with server.client.stream("POST", "/v1/responses", json={"input": "Hi", "stream": True, **body}) as response:
+        lines = response.read().decode().splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+
+
+def check_response(events, document) -> set[str]:
+    """Check a stream's events, and the response that the last one has; return the kinds."""
+    content = response_of(document, "/v1/responses", "post")
+    for event in events:
+        check(event, content["text/event-stream"]["schema"]["contentSchema"], closed(document))
+    check(events[-1]["response"], content["application/json"]["schema"], closed(document))
+    return {event["type"].removeprefix("response.") for event in events}
+
+
+def test_responses_of_text_and_their_events_fit_the_description(synthetic, shared_server, document) -> None:
+    kinds = check_response(response_events(synthetic, max_output_tokens=5, **LOGPROBS), document)
+    assert {"created", "in_progress", "output_text.delta", "output_text.done", "incomplete"} <= kinds
+    failing = shared_server("--engine", "synthetic", "--fail-after", "3")
+    assert {"error", "failed"} <= check_response(response_events(failing), document)
+
+
+def test_thoughts_and_calls_of_a_response_fit_the_description(start_server, document, tmp_path) -> None:
+    text = '<think>Hm.</think>Wait.<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    directory = ensure_default_model()
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    script = tmp_path / "script.json"
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    script.write_text(json.dumps([*ids, tokenizer.token_to_id("<|im_end|>")]))
+    server = start_server(
+        str(directory), "--engine", "synthetic", "--script", str(script), "--reasoning-parser", "think"
+    )
+    events = response_events(server, tools=TOOLS, tool_choice={"type": "allowed_tools", "mode": "auto", "tools": TOOLS})
+    wanted = {"reasoning_text.delta", "reasoning_text.done", "function_call_arguments.delta", "completed"}
+    assert wanted < check_response(events, document)
+
+
+def test_a_stored_response_its_items_and_its_deletion_fit_the_description(synthetic, document) -> None:
+    made = synthetic.post("/v1/responses", input=CONVERSATION, max_output_tokens=2).json()
+    for path, method in (("", "get"), ("/input_items", "get"), ("", "delete")):
+        answer = getattr(synthetic.client, method)(f"/v1/responses/{made['id']}{path}").json()
+        schema = response_of(document, f"/v1/responses/{{id}}{path}", method)["application/json"]["schema"]
+        check(answer, schema, closed(document))

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -13,21 +14,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from server.model_path import resolve
-from tests.e2e.conftest import RunningServer
 
+NUM_CLIENTS = 12
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 
 
-@pytest.fixture(scope="module")
-def server():
-    """The default model in fp32, where greedy output does not depend on batch mates."""
-    running = RunningServer("--dtype", "float32")
-    yield running
-    assert running.stop() == 0
-    assert running.leftovers() == []
+@pytest.fixture
+def server(default_model):
+    return default_model
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def sdk(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
@@ -87,9 +84,9 @@ def test_a_seed_gives_the_same_text_again(sdk) -> None:
     assert len({text(seed) for seed in range(4)}) > 1
 
 
-async def test_32_sdk_clients_at_once_get_what_each_gets_alone(server) -> None:
+async def test_12_sdk_clients_at_once_get_what_each_gets_alone(server) -> None:
     topics = ["the sea", "a mountain", "seven cats", "bread", "the moon", "a very old train", "rain", "glass"]
-    prompts = ["Say something about " + " and ".join(topics[: 1 + i % 8]) + "." * (i // 8) for i in range(32)]
+    prompts = ["Say something about " + " and ".join(topics[: 1 + i % 8]) + "." * (i // 8) for i in range(NUM_CLIENTS)]
 
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600) as client:
 
@@ -100,11 +97,11 @@ async def test_32_sdk_clients_at_once_get_what_each_gets_alone(server) -> None:
             )  # fmt: skip
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-        lengths = [8 + i % 9 for i in range(32)]
+        lengths = [8 + i % 9 for i in range(NUM_CLIENTS)]
         together = await asyncio.gather(*map(ask, prompts, lengths))
         alone = [await ask(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
     assert together == alone
-    assert len(set(together)) > 8
+    assert len(set(together)) > 6
 
 
 def log_softmax_of(text: str, token_ids: list[int]) -> torch.Tensor:
@@ -160,9 +157,10 @@ def test_biases_lists_and_penalties_change_what_is_said(server) -> None:
     assert set(said(allowed_token_ids=[300, 301])) <= {300, 301}
     assert " four" not in server.complete(prompt="One, two, three,", max_tokens=6, temperature=0,
                                           bad_words=[" four"])["choices"][0]["text"]  # fmt: skip
-    repeating = said(max_tokens=40)
-    for penalty in ({"repetition_penalty": 1.5}, {"frequency_penalty": 2}, {"presence_penalty": 2}):
-        assert len(set(said(max_tokens=40, **penalty))) > len(set(repeating))
+    penalties = ({}, {"repetition_penalty": 1.5}, {"frequency_penalty": 2}, {"presence_penalty": 2})
+    with ThreadPoolExecutor(len(penalties)) as pool:
+        repeating, *others = pool.map(lambda penalty: len(set(said(max_tokens=40, **penalty))), penalties)
+    assert all(num_different > repeating for num_different in others)
 
 
 def test_a_prompt_seen_before_comes_from_the_cache_unless_its_salt_is_another(server) -> None:

@@ -178,7 +178,7 @@ def test_input_tokens_are_those_of_the_response(synthetic, sdk) -> None:
         ({"tools": [{**CALLER, "name": "no good"}]}, 400, "tools[0].name"),
         ({"tool_choice": "required"}, 400, "tool_choice"),
         ({"tools": [CALLER], "tool_choice": {"type": "function", "name": "g"}}, 400, "tool_choice"),
-        ({"tools": [CALLER], "text": {"format": {"type": "json_object"}}}, 400, "text.format"),
+        ({"tools": [CALLER], "structured_outputs": {"grammar": 'start: "a"'}}, 400, "structured_outputs"),
         ({"tools": [CALLER], "include": ["message.output_text.logprobs"]}, 400, "include"),
         ({"request_id": "not good"}, 400, "request_id"),
         ({"conversation": "conv_1"}, 400, "conversation"),
@@ -216,9 +216,9 @@ def count(server: RunningServer, items: list[dict[str, str]]) -> int:
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["stream", "json"])
 @pytest.mark.parametrize("engine", [PREFILL, DECODE], ids=["prefill", "decode"])
 def test_a_client_that_leaves_aborts_its_response_and_nothing_is_stored(
-    start_server, wait, engine, is_streamed
+    shared_server, wait, engine, is_streamed
 ) -> None:
-    server = start_server(*engine)
+    server = shared_server(*engine)
     client = send(server.port, "/v1/responses", input="a", max_output_tokens=4000, stream=is_streamed)
     wait(lambda: server.load()["num_requests_running"] == 1, 30)
     received = b""
@@ -233,8 +233,8 @@ def test_a_client_that_leaves_aborts_its_response_and_nothing_is_stored(
         assert server.client.get(f"/v1/responses/{response_id}").status_code == 404
 
 
-def test_an_engine_that_fails_a_response_ends_its_stream_with_failed(start_server) -> None:
-    server = start_server(*SYNTHETIC, "--fail-after", "3")
+def test_an_engine_that_fails_a_response_ends_its_stream_with_failed(shared_server) -> None:
+    server = shared_server(*SYNTHETIC, "--fail-after", "3")
     events = stream(server, max_output_tokens=20)
     assert [event["type"] for event in events][-2:] == ["error", "response.failed"]
     failed = events[-1]["response"]
@@ -245,8 +245,8 @@ def test_an_engine_that_fails_a_response_ends_its_stream_with_failed(start_serve
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "InternalServerError")
 
 
-def test_the_sdks_stream_helper_raises_or_tells_a_failure(start_server) -> None:
-    server = start_server(*SYNTHETIC, "--fail-after", "3")
+def test_the_sdks_stream_helper_raises_or_tells_a_failure(shared_server) -> None:
+    server = shared_server(*SYNTHETIC, "--fail-after", "3")
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     with client, client.responses.stream(model=model_of(server), input="Hi") as events:
         seen = [event.type for event in events]
@@ -262,6 +262,7 @@ def test_a_slow_client_gets_every_token_of_its_response(synthetic, wait) -> None
     client = send(synthetic.port, "/v1/responses", input="Hi", max_output_tokens=2000, stream=True)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     wait(lambda: synthetic.load()["server_load"] == 0, 60)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
     data = b""
     while b"event: response.incomplete" not in data or not data.endswith(b"0\r\n\r\n"):
         data += client.recv(1 << 20)

@@ -7,22 +7,16 @@ import openai
 import pydantic
 import pytest
 
-from tests.e2e.conftest import RunningServer
-
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = "What is the capital of France?"
 
 
-@pytest.fixture(scope="module")
-def server():
-    """The default model in fp32, where greedy output does not depend on batch mates."""
-    running = RunningServer("--dtype", "float32")
-    yield running
-    assert running.stop() == 0
-    assert running.leftovers() == []
+@pytest.fixture
+def server(default_model):
+    return default_model
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def sdk(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client

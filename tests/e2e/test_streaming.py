@@ -150,8 +150,8 @@ def test_a_connection_serves_one_request_after_the_other(synthetic) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_an_engine_error_before_the_first_token_is_a_500(start_server, path, stream) -> None:
-    server = start_server("--engine", "synthetic", "--fail-after", "0")
+def test_an_engine_error_before_the_first_token_is_a_500(shared_server, path, stream) -> None:
+    server = shared_server("--engine", "synthetic", "--fail-after", "0")
     prompt = CHAT if "chat" in path else {"prompt": "a"}
     response = server.post(path, **prompt, stream=stream, max_tokens=10)
     assert response.status_code == 500
@@ -160,8 +160,8 @@ def test_an_engine_error_before_the_first_token_is_a_500(start_server, path, str
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_an_engine_error_in_mid_stream_is_an_event_after_the_tokens(start_server, path) -> None:
-    server = start_server("--engine", "synthetic", "--fail-after", "3")
+def test_an_engine_error_in_mid_stream_is_an_event_after_the_tokens(shared_server, path) -> None:
+    server = shared_server("--engine", "synthetic", "--fail-after", "3")
     prompt = CHAT if "chat" in path else {"prompt": ["a", "b"], "n": 2, "temperature": 1}
     *chunks, error, done = server.stream(path, **prompt, max_tokens=10)
     assert done == "[DONE]"
@@ -271,8 +271,8 @@ def connection_made(self, transport):
     protocols.append(self)
     made(self, transport)
 
-def with_route(serving):
-    app = build_app(serving)
+def with_route(serving, **options):
+    app = build_app(serving, **options)
     app.router.routes.append(Route("/types", types))
     return app
 
@@ -297,8 +297,8 @@ def test_an_idle_server_uses_under_a_hundredth_of_a_core(start_server) -> None:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     before = cpu_s(server.process.pid), cpu_s(server.engine_pid)
-    time.sleep(5)
-    used = [(cpu_s(pid) - b) / 5 for pid, b in zip((server.process.pid, server.engine_pid), before, strict=True)]
+    time.sleep(3)
+    used = [(cpu_s(pid) - b) / 3 for pid, b in zip((server.process.pid, server.engine_pid), before, strict=True)]
     print(f"idle: server {used[0]:.2%} of a core, engine {used[1]:.2%}")
     assert max(used) < 0.05
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -19,7 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from server import structured_output
 from server.model_path import resolve
-from tests.e2e.conftest import RunningServer
+from tests.e2e.conftest import RunningServer, SharedServers
 from tests.schemas import LISTED, REFUSED, Schema, all_schemas, an_object
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -46,12 +45,9 @@ def problem_of(text: str, schema: Schema) -> str:
     return "" if error is None else error.message
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    running = RunningServer("--max-model-len", "1024")
-    yield running
-    assert running.stop() == 0
-    assert running.leftovers() == []
+@pytest.fixture
+def server(shared_server: SharedServers) -> RunningServer:
+    return shared_server("--max-model-len", "2048")
 
 
 def chat(server: RunningServer, **body: Any) -> dict[str, Any]:
@@ -62,7 +58,7 @@ def chat(server: RunningServer, **body: Any) -> dict[str, Any]:
 
 
 def test_json_object_gives_an_object(server: RunningServer) -> None:
-    answer = chat(server, response_format={"type": "json_object"}, temperature=0, max_tokens=300)
+    answer = chat(server, response_format={"type": "json_object"}, temperature=0, max_tokens=100)
     choice = answer["choices"][0]
     text = choice["message"]["content"]
     print(choice["finish_reason"], text)

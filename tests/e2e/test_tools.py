@@ -160,7 +160,6 @@ class Sum(pydantic.BaseModel):
 
 
 def test_parse_gives_the_arguments_as_the_client_s_own_type(start_scripted) -> None:
-    client = start_scripted(TEXTS["hermes"])
     tools = [openai.pydantic_function_tool(Sum, name="add"), openai.pydantic_function_tool(Sum, name="now")]
     text = TEXTS["hermes"].partition("\n<tool_call>{")[0]
     client = start_scripted(text)

@@ -120,3 +120,8 @@ def test_echo_shows_the_last_message_if_it_is_the_assistant_s() -> None:
     request = chat(messages=[USER, {"role": "assistant", "content": "b"}], echo=True)
     assert request.echoed_text(request.chat_prompt()) == "b"
     assert chat(echo=True).echoed_text(chat().chat_prompt()) == ""
+
+
+def test_the_limit_is_called_what_the_client_called_it() -> None:
+    assert chat(max_tokens=5).limit_name == "max_tokens"
+    assert chat(max_completion_tokens=7).limit_name == "max_completion_tokens"

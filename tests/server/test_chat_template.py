@@ -202,3 +202,13 @@ def test_a_template_gets_tools_documents_and_the_request_s_variables_but_not_in_
         extra={"deep": 3, "messages": [], "tools": None, "bos_token": "x"},
     )  # fmt: skip
     assert ChatTemplate(source, {"bos_token": "<s>"}).render(prompt) == "1 2 3 1 <s>"
+
+
+@pytest.mark.parametrize("content", ["m", "end", "<", "<|im_end|>"])
+@pytest.mark.parametrize("source", ["{{ messages[-1].content }}", "{{ messages[-1].content | trim }}"])
+def test_a_continued_message_ends_the_prompt_though_the_template_s_ending_has_its_text(
+    source: str, content: str
+) -> None:
+    messages = [USER, {"role": "assistant", "content": content}]
+    prompt = ChatPrompt(messages=messages, add_generation_prompt=False, continues_final_message=True)
+    assert ChatTemplate(f"<s>{source}<|im_end|>\n", {}).render(prompt) == "<s>" + content

@@ -14,6 +14,7 @@ from server.config import ServeConfig
 from server.config_file import plain_type
 from server.errors import StartupError
 
+EXAMPLES = {"root_path": "/a", "otlp_traces_endpoint": "http://127.0.0.1:4318"}  # of settings that have a form
 OPTIONS = [field for field in dataclasses.fields(ServeConfig) if field.name != "model"]
 
 
@@ -35,8 +36,8 @@ def other_value(field: "dataclasses.Field[Any]") -> tuple[list[str], Any]:
     """Return arguments that set an option to another value than its default, and the value."""
     if field.type is bool:
         return [], True
-    if field.name == "root_path":
-        return ["/a"], "/a"
+    if field.name in EXAMPLES:
+        return [EXAMPLES[field.name]], EXAMPLES[field.name]
     if "choices" in field.metadata:
         return [field.metadata["choices"][-1]], field.metadata["choices"][-1]
     if typing.get_origin(field.type) is tuple:

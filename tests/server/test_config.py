@@ -72,9 +72,10 @@ def test_a_model_engine_is_told_the_directory_and_the_limits_that_were_given() -
     plain = ServeConfig().engine_config(TOKENIZER)
     choices = {
         "dtype": "auto", "device": "auto", "quantization": "auto", "runner": "auto", "overlap": "auto",
-        "deterministic": False,
+        "deterministic": False, "runtime_adapters": False,
     }  # fmt: skip
     assert plain == {"model": {"model": "/models/a", **choices}, "step_log": None}
+    assert ServeConfig(enable_dev_routes=True).engine_config(TOKENIZER)["model"]["runtime_adapters"] is True
     config = ServeConfig(
         dtype="float32",
         device="cpu",

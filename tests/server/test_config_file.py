@@ -9,6 +9,7 @@ import pytest
 from server import cli, config_file, launcher, log_format
 from server.config import ServeConfig
 from server.errors import StartupError
+from tests.server.test_cli import EXAMPLES
 
 FIELDS = dataclasses.fields(ServeConfig)
 
@@ -36,8 +37,8 @@ def value_of(field: "dataclasses.Field[Any]") -> tuple[Any, str]:
         return field.metadata["choices"][-1], field.metadata["choices"][-1]
     if config_file.is_list(field):
         return ("https://a=1", "https://b=2"), "https://a=1, https://b=2"
-    if field.name == "root_path":
-        return "/a", "/a"
+    if field.name in EXAMPLES:
+        return EXAMPLES[field.name], EXAMPLES[field.name]
     return config_file.plain_type(field.type)(77), "77"
 
 

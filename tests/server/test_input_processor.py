@@ -151,3 +151,15 @@ async def test_a_chat_is_rendered_by_the_model_s_template(model: ModelInfo) -> N
     assert await InputProcessor(model).render_chat(ChatPrompt(messages=[{"role": "user", "content": "a"}])) == "<s>a"
     with pytest.raises(RequestError, match="no chat template: use /v1/completions"):
         await InputProcessor(replace(model, chat_template=None)).render_chat(ChatPrompt(messages=[]))
+
+
+async def test_a_bad_word_longer_than_any_token_is_refused_before_it_is_tokenized(model: ModelInfo) -> None:
+    param, message = await refusal(model, bad_words=("a " * 2**20,))
+    assert param == "bad_words"
+    assert "the longest token has" in message
+
+
+async def test_a_prompt_of_a_wrong_kind_or_with_a_lone_surrogate_is_a_request_error(model: ModelInfo) -> None:
+    for prompt in (5, None, "a\ud800"):
+        with pytest.raises(RequestError, match=r"^prompt "):
+            await InputProcessor(model).process(GenerateRequest(request_id="r", prompt=prompt))  # type: ignore[arg-type]

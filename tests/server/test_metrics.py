@@ -347,7 +347,7 @@ async def test_a_refused_request_is_counted_as_such_and_as_nothing_else(start: A
     llm = start(max_num_queued_reqs=2)
     with pytest.raises(OverloadedError):
         llm.check_admission(3)
-    assert llm.metrics.rejections == {"max_num_queued_reqs": 1}
+    assert llm.metrics.rejections == {"max_num_queued_reqs": 1, "max_num_queued_tokens": 0}
     assert sum(llm.metrics.finish_reasons.values()) == 0
 
 

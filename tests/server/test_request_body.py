@@ -108,3 +108,14 @@ def test_a_deeply_nested_body_is_at_worst_a_request_error(kind: Any, field: str,
     except RequestError as exc:
         message = str(exc)
     assert len(message) < 300
+
+
+def test_an_enum_s_value_is_shown_in_part() -> None:
+    with pytest.raises(RequestError) as caught:
+        decode(b'{"messages":[],"tool_choice":"' + b"x" * 5000 + b'"}', ChatCompletionRequest)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_body_of_many_small_values_is_refused_before_it_is_decoded() -> None:
+    with pytest.raises(RequestError, match="the body has 70002 objects and lists"):
+        read(b'{"inner":[' + b"[]," * 70_000 + b"1]}", JSON, max_bytes=10**6, part_bytes=10**6)

@@ -103,3 +103,12 @@ def test_turns_start_at_the_users_messages_but_the_first() -> None:
     answer = {"role": "assistant", "content": "Yes?"}
     assert turn_starts(normalize([USER, answer, USER, CALL, RESULT, answer, USER])) == [2, 6]
     assert turn_starts(normalize("Hi")) == []
+
+
+def test_a_call_that_was_cut_is_left_out_of_the_prompt_and_a_client_s_wrong_arguments_are_named() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": '}
+    user = {"role": "user", "content": "a"}
+    assert [message["role"] for message in messages([user, {**call, "status": "incomplete"}, user])] == ["user", "user"]
+    with pytest.raises(RequestError, match=r"^input\[0\]\.arguments is ") as caught:
+        messages([call])
+    assert caught.value.param == "input[0].arguments"

@@ -32,14 +32,12 @@ def test_the_least_recently_used_response_makes_room_for_a_new_one() -> None:
     assert store.get("c") is not None
 
 
-def test_bytes_are_bounded_and_a_response_that_is_too_large_alone_is_not_kept() -> None:
-    store = ResponseStore(max_bytes=100)
-    for name in "abc":
-        store.put(name, stored(50))
-    assert (len(store), store.num_bytes) == (2, 100)
-    store.put("d", stored(101))
-    assert store.get("d") is None
-    assert store.num_bytes == 0
+def test_bytes_are_bounded() -> None:
+    store = ResponseStore(max_bytes=1600)
+    for name in range(17):
+        store.put(str(name), stored(100))
+    assert (len(store), store.num_bytes) == (16, 1600)
+    assert store.get("0") is None
 
 
 def test_a_store_of_no_responses_keeps_none() -> None:
@@ -61,7 +59,7 @@ def test_a_deleted_response_is_gone_and_gives_its_bytes_back() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 60), st.booleans()), max_size=40))
 def test_neither_limit_is_ever_exceeded_and_the_count_of_bytes_is_right(steps: list[tuple[str, int, bool]]) -> None:
-    store = ResponseStore(max_responses=3, max_bytes=100)
+    store = ResponseStore(max_responses=3, max_bytes=960)
     for name, num_bytes, is_put in steps:
         if is_put:
             store.put(name, stored(num_bytes))
@@ -69,4 +67,13 @@ def test_neither_limit_is_ever_exceeded_and_the_count_of_bytes_is_right(steps: l
             store.delete(name)
         kept = [found for name in "abcdef" if (found := store.get(name)) is not None]
         assert len(store) == len(kept) <= 3
-        assert store.num_bytes == sum(one.num_bytes for one in kept) <= 100
+        assert store.num_bytes == sum(one.num_bytes for one in kept) <= 960
+
+
+def test_a_response_above_its_share_is_not_kept_and_pushes_nothing_out() -> None:
+    store = ResponseStore(max_bytes=1600)
+    store.put("a", stored(100))
+    store.put("b", stored(101))
+    store.put("c", stored(5000))
+    assert store.get("a") is not None
+    assert (len(store), store.num_bytes) == (1, 100)

@@ -74,7 +74,7 @@ def test_the_response_repeats_the_request_as_the_sdk_types_it() -> None:
     schema = {"type": "object", "properties": {}}
     body = request(
         instructions="Be brief.", temperature=0.5, top_p=0.9, max_output_tokens=7, metadata={"k": "v"}, tools=[CALLER],
-        tool_choice={"type": "function", "name": "f"}, truncation="auto", user="me", top_logprobs=2,
+        tool_choice={"type": "function", "name": "f"}, truncation="auto", user="me", top_logprobs=2, include=[LOGPROBS],
         text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}},
     )  # fmt: skip
     echo = body.repeated(body.params({}))
@@ -133,9 +133,10 @@ def test_a_format_is_a_grammar() -> None:
 
 
 def test_logprobs_are_included_on_demand() -> None:
-    assert request(top_logprobs=3).params({}).logprobs is None
     assert request(include=[LOGPROBS]).params({}).logprobs == 0
     assert request(include=[LOGPROBS], top_logprobs=3).params({}).logprobs == 3
+    with pytest.raises(RequestError, match=r"top_logprobs is 2: name message\.output_text.logprobs in include"):
+        request(top_logprobs=2).params({})
 
 
 def test_templates_get_the_effort_and_the_requests_variables() -> None:

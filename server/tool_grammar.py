@@ -1,0 +1,98 @@
+"""What an answer to a request with tools has to follow: the grammar of forced calls, or of the model's own calls where
+the alternative is a form that the request asks for. Takes milliseconds: for a thread.
+"""
+
+import re
+from collections.abc import Callable
+
+import msgspec
+
+from server import json_schema
+from server.chat_parser import ChatParsing
+from server.errors import RequestError
+from server.structured_output import MAX_GRAMMAR_BYTES, Grammar, json_rule, with_form
+from server.tool_parser import CallSyntax
+from server.tools import MAX_CALLS, FunctionDefinition, ToolUse, parameters_schema, thought_rules
+
+SpecialTokenId = Callable[[str], int | None]
+
+
+def answer_grammar(use: ToolUse | None, parsing: ChatParsing, form: str, special_token_id: SpecialTokenId) -> str:
+    """Return the grammar of the answers to a request, "" where they are free.
+
+    Args:
+        use: Of its tools.
+        parsing: How the answers will be read.
+        form: The grammar that it asks for beside its tools, checked; "" for none.
+        special_token_id: Returns the id of the special token that is written so, None if it is text.
+
+    Raises:
+        RequestError: If a tool's schema cannot be followed, or all are too long.
+    """
+    if use is None or use.mode == "none":
+        return form
+    if use.is_forced:
+        return use.grammar(parsing.reasoning)
+    return _call_or_form(use, parsing, form, special_token_id) if form else ""
+
+
+def _call_or_form(use: ToolUse, parsing: ChatParsing, form: str, special_token_id: SpecialTokenId) -> Grammar:
+    """Return the grammar of what OpenAI's models answer then: calls, or the form, and never text beside them."""
+    syntax = parsing.tools.syntax
+    assert syntax is not None  # those that models write by themselves have one
+    if isinstance(form, Grammar) and form.is_written:
+        raise RequestError(
+            f"{form.field} is a grammar beside tools, and no grammar can tell it from a call: leave one out, or set "
+            "tool_choice to none or required",
+            param=form.field,
+        )
+    markers = {marker: special_token_id(marker) for marker in parsing.tools.markers}
+    thought, thought_lines = thought_rules(parsing.reasoning)
+    lines = [f"start: {thought}answer", "answer: calls | @form", *thought_lines, *_calls(use, syntax, markers)]
+    lines += [f"call_{i}: {_object(function, syntax.arguments)}" for i, function in enumerate(use.functions)]
+    grammar = with_form("\n".join(lines), form)
+    grammar.field = "tools"  # the form has been checked alone
+    if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
+        raise RequestError(f"tools and the form make a grammar of more than {MAX_GRAMMAR_BYTES} bytes", param="tools")
+    return grammar
+
+
+def _calls(use: ToolUse, syntax: CallSyntax, markers: dict[str, int | None]) -> list[str]:
+    def written(text: str) -> str:
+        return _expression(text, markers)
+
+    more = f"({written(syntax.separator)} call){{0,{MAX_CALLS - 1}}}" if use.is_parallel else ""
+    names = " | ".join(f"call_{i}" for i in range(len(use.functions)))
+    return [
+        f"calls: {written(syntax.opening)} call {more} {written(syntax.closing)}",
+        f"call: {written(syntax.call_opening)} ({names}) {written(syntax.call_closing)}",
+    ]
+
+
+def _object(function: FunctionDefinition, key: str) -> str:
+    """Return the rule of a call's object; its terminals are those of JSON forms, whose beginnings it may share."""
+    schema = json_schema.prepare(parameters_schema(function), "tools")
+    moved = msgspec.json.encode(schema).replace(b'"$ref":"#', b'"$ref":"#/properties/%b' % key.encode())
+    whole = {
+        "type": "object",
+        "properties": {"name": {"const": function.name}, key: msgspec.json.decode(moved)},
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
+    return json_rule(whole, field="tools", is_flexible=True)
+
+
+def _expression(text: str, markers: dict[str, int | None]) -> str:
+    """Return a text as Lark's: special tokens by their ids, for they are no text, and the ends of lines at will."""
+    pieces = re.split(f"({'|'.join(map(re.escape, (*markers, chr(10))))})", text)
+    return " ".join(_piece(piece, markers.get(piece)) for piece in pieces if piece)
+
+
+def _piece(piece: str, token_id: int | None) -> str:
+    if token_id is not None:
+        return f"<[{token_id}]>"
+    return '"\\n"?' if piece == "\n" else _quote(piece)
+
+
+def _quote(text: str) -> str:
+    return msgspec.json.encode(text).decode()
