@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from shm_transport.messages import AddRequest
@@ -136,6 +136,29 @@ class GrammarCompiler:
             return self._tokenizer
 
 
+class _TextTokenizer:
+    """A tokenizer that has no text for special tokens: text that is spelled like one is spelled by others.
+
+    The library asks it for the tokens of text that a grammar forces. The model's own would give the special token
+    there, and the grammar, which wants text, could not go on.
+    """
+
+    def __init__(self, library: LLTokenizer) -> None:
+        self._library = library
+        ids = range(library.vocab_size)
+        self.eos_token_id, self.bos_token_id = library.eos_token, None
+        self.tokens = [library.decode_bytes([token_id]) for token_id in ids]
+        self.special_token_ids = [token_id for token_id in ids if library.is_special_token(token_id)]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Return a text's tokens."""
+        text = text if isinstance(text, str) else text.decode(errors="replace")
+        token_ids = self._library.tokenize_str(text)
+        if any(map(self._library.is_special_token, token_ids)):
+            return self._library.greedy_tokenize(text)  # by the tokens' bytes, which text shares with no special token
+        return token_ids
+
+
 def load_tokenizer(path: Path, vocab_size: int) -> LLTokenizer:
     """Read a tokenizer.json for llguidance.
 
@@ -149,7 +172,8 @@ def load_tokenizer(path: Path, vocab_size: int) -> LLTokenizer:
         specials = [token["id"] for token in added if token.get("special")]
         size = max(vocab_size, 1 + max((token["id"] for token in added), default=-1))
         if specials:
-            return LLTokenizer(text, n_vocab=size, eos_token=specials[0])
+            spelling = _TextTokenizer(LLTokenizer(text, n_vocab=size, eos_token=specials[0], slices=[]))
+            return LLTokenizer(TokenizerWrapper(spelling), n_vocab=size, eos_token=specials[0])
     except (OSError, ValueError) as exc:
         raise GrammarError(f"{path} cannot be read for grammars: {exc}") from exc
     raise GrammarError(f"{path} has no special token, which grammars need to end")

@@ -5,6 +5,7 @@ its time and memory, and the work is done without the GIL.
 """
 
 import asyncio
+import random
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
@@ -17,6 +18,8 @@ from server.tokenizer import Tokenizer
 
 _NUM_KEPT = 64  # texts that are known to be good
 _MAX_MESSAGE_CHARS = 400
+_NUM_TRIED_TOKENS = 64
+_NO_INK = frozenset((*b" \t\r\n", 256))  # of the byte tokenizer: they lead nowhere, or end
 _NEEDS_TOKENIZER = "no tokenizer"
 _LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # the engine's
 
@@ -87,8 +90,15 @@ class GrammarChecker:
 
 
 def begin(grammar: str, tokenizer: LLTokenizer) -> str:
-    """Return why a grammar cannot even be begun, "" if it can: its first mask shows what is too complex."""
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    return matcher.get_error()
+    """Return why a grammar cannot be followed, "" if it can: what is too complex shows in the first steps at random."""
+    matcher, chance = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS), random.Random(0)
+    for _ in range(_NUM_TRIED_TOKENS if tokenizer.vocab_size == len(_Bytes.tokens) else 1):  # else far slower
+        mask = 0 if matcher.is_error() else int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        allowed = [token_id for token_id in range(tokenizer.vocab_size) if mask >> token_id & 1]
+        inked = [token_id for token_id in allowed if token_id not in _NO_INK] or allowed
+        if not inked:
+            break
+        matcher.consume_token(chance.choice(inked))
+    return matcher.get_error() if matcher.is_error() else ""

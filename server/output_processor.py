@@ -67,7 +67,7 @@ class RequestState:
         self._token_ids = array("i")
         self._texts: list[str] = []
         self._checker: StopStringChecker | None = None
-        if params.stop:
+        if params.stop and not params.grammar:  # cut, what follows a grammar would follow it no more
             include, min_tokens = params.include_stop_str_in_output, params.min_tokens
             self._checker = StopStringChecker(params.stop, include_stop_str=include, min_tokens=min_tokens)
         self._interval = max(params.stream_interval, stream_interval) if request.kind is OutputKind.DELTA else 1

@@ -1,6 +1,5 @@
 """One request's sampling parameters, validated: what the model's vocabulary and context say comes in InputProcessor."""
 
-import math
 import secrets
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ MAX_N = 128
 MAX_STOP_STRINGS = 4
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_REPETITION_PENALTY = 100.0  # and one over it the least
 MAX_BIASED_TOKENS = 1024  # ids in logit_bias, allowed_token_ids or bad_token_ids
 _GREEDY_BELOW = 1e-5
 _INT64 = 2**63
@@ -85,7 +85,10 @@ class SamplingParams:
         )
 
     def _check_penalties(self) -> None:
-        _check(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "must be above 0")
+        # Logits are divided by it: far smaller ones would leave the numbers that a float has.
+        penalty, largest = self.repetition_penalty, MAX_REPETITION_PENALTY
+        limits = f"must be from {1 / largest:g} to {largest:g}"
+        _check(1 / largest <= penalty <= largest, "repetition_penalty", penalty, limits)
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             _check(-2 <= value <= 2, name, value, "must be from -2 to 2")

@@ -30,10 +30,20 @@ def answer_grammar(use: ToolUse | None, parsing: ChatParsing, form: str, special
         RequestError: If a tool's schema cannot be followed, or all are too long.
     """
     if use is None or use.mode == "none":
-        return form
+        return _after_thought(form, parsing.reasoning)
     if use.is_forced:
         return use.grammar(parsing.reasoning)
     return _call_or_form(use, parsing, form, special_token_id) if form else ""
+
+
+def _after_thought(form: str, reasoning: bool | None) -> str:
+    """Return the grammar of a form that comes after the reasoning which the prompt has begun."""
+    if not form or not reasoning:
+        return form
+    thought, lines = thought_rules(reasoning)
+    grammar = with_form("\n".join([f"start: {thought}@form", *lines]), form)
+    grammar.field = form.field if isinstance(form, Grammar) else "grammar"
+    return grammar
 
 
 def _call_or_form(use: ToolUse, parsing: ChatParsing, form: str, special_token_id: SpecialTokenId) -> Grammar:

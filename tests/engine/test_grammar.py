@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.config import EngineConfig
-from engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError
+from engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError, load_tokenizer
 from engine.grammar_mask import _unpack, apply_grammars_
 from engine.overlap import OverlappingCore
 from engine.request import Request
@@ -99,6 +100,26 @@ def test_min_tokens_withholds_eos_but_not_the_grammars_own_end(driver: Any) -> N
     driver.run()
     assert driver.tokens[1] == [*ids_of("aaaaaa"), END]
     assert driver.tokens[2] == ids_of("abc")
+
+
+@pytest.mark.parametrize(
+    "text", ["<|im_end|>x", "a<|im_end|>x", "<|im_start|>x", '{"k": "<|endoftext|>"}', "a<|im_end|>"]
+)
+def test_text_spelled_like_a_special_token_is_written_in_ordinary_ones(text: str) -> None:
+    from server.model_path import resolve
+
+    tokenizer = load_tokenizer(resolve(None) / "tokenizer.json", 49152)
+    library = LLMatcher(tokenizer, f"start: {json.dumps(text)}", log_level=0)
+    matcher = CompiledGrammar(library, tokenizer).matcher(
+        AddRequest(handle=1, prompt_token_ids=np.ones(1, np.int32), max_tokens=99, eos_token_id=2)
+    )
+    mask, written = np.zeros(matcher.num_mask_bytes, np.uint8), list[int]()
+    while not matcher.is_complete:
+        matcher.fill(mask)
+        written.append(int(np.unpackbits(mask, bitorder="little").nonzero()[0][-1]))
+        matcher.consume(written[-1])
+    assert not any(map(tokenizer.is_special_token, written))
+    assert tokenizer.decode_str(written) == text
 
 
 def test_the_length_may_come_first(driver: Any) -> None:

@@ -93,8 +93,9 @@ def test_stream_options_are_for_streams() -> None:
      ("logit_bias", {"1" * 5000: 1}, "key"), ("logit_bias.3", {"3": 101}, "from -100 to 100"),
      ("logit_bias.3", {"3": float("nan")}, "from -100"), ("logit_bias", {str(i): 1 for i in range(1025)}, "1025"),
      ("allowed_token_ids", [], "is empty"), ("frequency_penalty", 2.1, "from -2 to 2"),
-     ("presence_penalty", float("nan"), "from -2 to 2"), ("repetition_penalty", 0, "above 0"),
-     ("repetition_penalty", float("inf"), "above 0"), ("prompt_logprobs", -1, "from 0 to 20"),
+     ("presence_penalty", float("nan"), "from -2 to 2"), ("repetition_penalty", 0, "0.01 to 100"),
+     ("repetition_penalty", 1e-45, "0.01 to 100"),
+     ("repetition_penalty", float("inf"), "0.01 to 100"), ("prompt_logprobs", -1, "from 0 to 20"),
      ("prompt_logprobs", 21, "from 0 to 20")],
 )  # fmt: skip
 def test_a_value_out_of_its_range_is_refused_by_name(name: str, value: Any, problem: str) -> None:

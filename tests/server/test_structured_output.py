@@ -334,3 +334,14 @@ def test_what_a_pattern_admits_python_matches(seed: int, tokenizer: LLTokenizer)
                 assert re.search(pattern, text, re.ASCII), (pattern, text)
     assert num_taken > 40
     assert num_admitted > 50
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        from_json_schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(900)}}),
+        ebnf('start: ((("a"{1000}){1000}){1000}){1000}'),
+    ],
+)
+def test_what_becomes_too_complex_after_its_first_token_is_refused(grammar: str) -> None:
+    assert begin(grammar, LLTokenizer(TokenizerWrapper(_Bytes())))

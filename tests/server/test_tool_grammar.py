@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from server import structured_output
 from server.chat_parser import ChatParsing
 from server.errors import RequestError
+from server.grammar_checker import _Bytes
 from server.structured_output import Grammar
 from server.tool_formats import FORMATS
 from server.tool_grammar import answer_grammar
@@ -134,3 +135,16 @@ def test_schemas_that_cannot_be_followed_or_are_too_long_together_are_refused() 
         with pytest.raises(RequestError) as caught:
             grammar_of("hermes", "json_schema", functions=(FunctionDefinition("f", parameters=parameters),) * 2)
         assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_comes_after_the_reasoning_that_the_prompt_has_begun(name: str) -> None:
+    make, text = FORMS[name]
+    grammar = answer_grammar(None, ChatParsing(reasoning=True), make(), {}.get)
+    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    assert matcher.consume_tokens(list(f"Let me see {{</think>\n\n{text}".encode()))
+    assert matcher.is_accepting()
+    assert isinstance(grammar, Grammar)
+    assert grammar.field == make().field
+    assert answer_grammar(None, ChatParsing(reasoning=None), make(), {}.get) == make()
