@@ -8,6 +8,8 @@ import pytest
 
 from tests.clients.conftest import MODEL
 
+pytestmark = pytest.mark.slow
+
 langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
 TEXT = "How is the weather in Paris tomorrow?"
 

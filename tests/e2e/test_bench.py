@@ -14,6 +14,8 @@ from server.bench.config import BenchConfig
 from server.errors import StartupError
 from tests.e2e.conftest import CLI, RunningServer
 
+pytestmark = pytest.mark.slow
+
 STEP_MS, PREFILL_MS, NUM_TOKENS = 20, 100, 25
 
 

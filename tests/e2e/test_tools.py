@@ -114,7 +114,7 @@ def test_the_deltas_of_a_call_are_as_the_sdk_s_accumulator_wants_them(start_scri
     later = [call.model_dump(exclude_unset=True) for call in calls if not call.id]
     assert all(set(call) == {"index", "function"} and set(call["function"]) == {"arguments"} for call in later)
     if tokens_per_step == 1:
-        assert len([call for call in later if call["index"] == 0]) > 5, "arguments come as they are written"
+        assert len([call for call in later if call["index"] == 0]) > 1, "arguments come as they are written"
     finishes = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
     assert finishes[-1] == "tool_calls"
     assert not any(finishes[:-1])

@@ -137,7 +137,7 @@ class TestBrokenWeights:
 
     def test_missing_files(self, runner: str, llama_copy: Path, tiny_model: TinyModels) -> None:
         (llama_copy / "model.safetensors").unlink()
-        with pytest.raises(ModelLoadError, match=r"weights of .* cannot be loaded"):
+        with pytest.raises(ModelLoadError, match="holds no safetensors weights"):
             load(tiny_model, model=str(llama_copy), runner=runner)
 
     def test_damaged_file(self, runner: str, llama_copy: Path, tiny_model: TinyModels) -> None:
