@@ -121,10 +121,12 @@ class StreamDetokenizer:
 
 def _incomplete_tail(table: TokenTable, token_ids: list[int]) -> bytes:
     tail = b""
-    for token_id in reversed(token_ids):
-        if len(tail) >= _MAX_PENDING_BYTES:
+    for token_id in islice(reversed(token_ids), _MAX_CONTEXT_TOKENS):  # tokens without text could be thousands
+        piece = table[token_id]
+        if isinstance(piece, bytes):
+            tail = piece + tail
+        if len(tail) >= _MAX_PENDING_BYTES or (piece and isinstance(piece, str)):  # a text ends with a character
             break
-        tail = table.bytes_of(token_id) + tail
     return _decode_certain(tail[-_MAX_PENDING_BYTES:])[1]
 
 

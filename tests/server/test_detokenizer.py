@@ -404,3 +404,17 @@ def test_other_kinds_refuse_an_id_that_can_be_none() -> None:
     for token_id in (-1, 2**32, 2**63):
         with pytest.raises(ValueError, match=str(token_id)):
             kind.deltas([], [token_id])
+
+
+def test_a_prompt_without_text_is_looked_at_in_part() -> None:
+    class CountingTable:
+        strips_leading_space = False
+        num_looks = 0
+
+        def __getitem__(self, token_id: int) -> str:
+            self.num_looks += 1
+            return ""
+
+    table = CountingTable()
+    TableDetokenizer(table, [1] * 100_000)  # type: ignore[arg-type]
+    assert 0 < table.num_looks < 1000
