@@ -105,7 +105,7 @@ def test_blocks_of_one_adapter_are_not_found_for_another(
         driver.run()
     plain, adapted = tiny.generate(prompt, 6), type(tiny)(tiny.path, merged(tiny.model, deltas)).generate(prompt, 6)
     assert [driver.tokens[handle] for handle in range(4)] == [plain, adapted, plain, adapted]
-    assert driver.core.cache_counters.num_hit_tokens == 2 * 16
+    assert driver.core.stats()["num_hit_tokens"] == 2 * 16
 
 
 def test_a_directory_that_peft_wrote_gives_the_tokens_of_its_merged_model(
