@@ -375,7 +375,6 @@ def test_a_row_whose_sampling_raises_fails_alone_and_nobody_else_notices(
         return engine_rng.uniforms(seeds, indexes)
 
     monkeypatch.setattr("engine.sampler.uniforms", uniforms)
-    monkeypatch.setattr("engine.device_sampler.uniforms", uniforms)
     driver.add(4, [5], max_tokens=9, temperature=1.5, seed=66, forks=(Fork(5, 67),))
     driver.run()
     assert driver.failures == {4: "sampling failed: no luck"}
