@@ -351,6 +351,18 @@ def test_forks_share_one_prefill_and_get_a_token_each_from_its_last_row(make: Ma
     assert {source for source, _ in plan.copies} == {tables[2][1]}
 
 
+def test_forks_tell_of_the_preemption_that_their_prompt_has_been_through(make: MakeScheduler) -> None:
+    scheduler = make(num_blocks=8, budget=FixedBudget(alone=20, beside_decodes=2))
+    scheduler.add(request(1, 7, max_tokens=20))
+    step(scheduler)
+    scheduler.add(request(10, 20, forks=FORKS))
+    while not scheduler.num_preemptions:
+        step(scheduler)
+    scheduler.drop([1])
+    plan = step(scheduler)
+    assert [(one.handle, one.num_preemptions) for one in plan.sampled] == [(10, 1), (11, 1), (12, 1)]
+
+
 def test_forks_of_a_prompt_of_whole_blocks_copy_nothing(make: MakeScheduler) -> None:
     scheduler = make()
     scheduler.add(request(10, 8, forks=FORKS))
