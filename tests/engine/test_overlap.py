@@ -1,5 +1,6 @@
 """Two steps in flight, over a fake device that computes as late as it may, and over the real one on a CPU."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -295,6 +296,27 @@ def test_a_request_that_needs_the_host_makes_every_step_wait_while_it_lives(
     driver.run()
     assert len(device.launches) > num_launched
     assert len(driver.tokens[1]) == 20
+
+
+def test_a_fork_needs_the_host_though_its_first_sequence_is_gone(make_overlapping: Any) -> None:
+    driver, device = make_overlapping()
+    driver.add(1, [1], max_tokens=4, presence_penalty=1.0, forks=(Fork(2, 0),))
+    driver.step()
+    driver.core.abort([1])
+    driver.run()
+    assert len(driver.tokens[2]) == 4
+    assert device.launches == []
+
+
+def test_time_in_which_two_steps_are_in_flight_is_counted_once(
+    make_overlapping: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr("engine.overlap.time", SimpleNamespace(monotonic_ns=lambda: next(clock)))
+    driver, _ = make_overlapping()
+    driver.add(1, [1], max_tokens=20)
+    driver.run()
+    assert 0 < driver.core.stats()["forward_ns"] < next(clock)
 
 
 def test_a_step_that_cannot_be_launched_fails_its_requests_and_the_engine_lives(
