@@ -9,7 +9,6 @@ five minutes.
 """
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
@@ -18,38 +17,29 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from benchmarks import report
 from benchmarks.engine_paths import (
+    NUM_STEPS,
     PROMPT_TOKENS,
     ContinuousBatchingPath,
     EnginePath,
     GeneratePath,
     GenerationPath,
+    Samples,
+    add_arguments,
+    decode_table,
     make_prompts,
+    measure_decode,
+    medians_of,
 )
 from benchmarks.report import Target
-from engine.default_model import default_model_directory
 
 GENERATE, CONTINUOUS = "generate()", "continuous batching"
 ENGINE, BF16, HF = "engine", "engine bf16", "engine hf runner"
-SIZES = (1, 8, 32)
-NUM_STEPS = 6
 PREFIX_TOKENS, LONG_TOKENS = 512, 1024
-
-Samples = dict[tuple[str, int], list[float]]
-
-
-def measure_decode(paths: dict[str, GenerationPath], samples: Samples, rng: np.random.Generator) -> None:
-    """Run one round, and add its step times to `samples`."""
-    for size in SIZES:
-        for name, path in paths.items():
-            times = path.decode_steps_ms(make_prompts(rng, size, PROMPT_TOKENS), NUM_STEPS)
-            samples.setdefault((name, size), []).extend(times)
 
 
 def measure_prefill(paths: dict[str, GenerationPath], rng: np.random.Generator) -> dict[str, float]:
@@ -132,27 +122,10 @@ def at_most(name: str, values: list[float], accept: float, aim: float) -> list[T
     return [Target(name, median, accept), Target(f"{name}_aim", median, aim)]
 
 
-def show(medians: dict[tuple[str, int], float], console: Console) -> None:
-    """Print the step times."""
-    table = Table(title="one decode step, ms; tokens/s; times generate()", box=box.SIMPLE_HEAD)
-    table.add_column("path", no_wrap=True)
-    for size in SIZES:
-        table.add_column(f"{size} request{'s' if size > 1 else ''}", justify="right", no_wrap=True)
-    for name in dict.fromkeys(name for name, _ in medians):
-        row = [(medians[name, size], medians[GENERATE, size] / medians[name, size], size) for size in SIZES]
-        table.add_row(
-            name, *(f"{median:.1f}  {1000 * size / median:.0f}/s  {ratio:.2f}x" for median, ratio, size in row)
-        )
-    console.print(table)
-
-
 def main() -> None:
     """Run, print, and save."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--model", default=str(default_model_directory()), metavar="DIRECTORY", help="a Llama-like model"
-    )
-    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), metavar="N")
+    add_arguments(parser, model_help="a Llama-like model")
     options = report.parse_arguments(parser, "engine")
     torch.set_num_threads(options.threads)
     num_rounds, num_repeats = (2, 2) if options.quick else (10, 9)
@@ -170,7 +143,7 @@ def main() -> None:
     with Progress(console=console) as progress:
         task = progress.add_task("measuring", total=num_rounds + num_repeats)
         for _ in range(num_rounds):
-            measure_decode(paths, samples, rng)
+            measure_decode(paths, samples, rng, PROMPT_TOKENS)
             progress.advance(task)
         for _ in range(num_repeats):
             prefill.append(measure_prefill({ENGINE: engine, BF16: bf16, GENERATE: generate}, rng))
@@ -180,8 +153,8 @@ def main() -> None:
                 values.append(measure_bookkeeping(engine, size, rng))
             start.append(measure_start(options.model, options.threads))
             progress.advance(task)
-    medians = {key: statistics.median(times) for key, times in samples.items()}
-    show(medians, console)
+    medians = medians_of(samples)
+    console.print(decode_table(medians, GENERATE))
     ratios = [times[GENERATE] / times[ENGINE] for times in prefill]
     targets = [
         *decode_targets(medians),

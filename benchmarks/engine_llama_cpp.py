@@ -18,7 +18,6 @@ quantization (`llama_cpp.llama_model_quantize`): Q4_0 has faster kernels, for we
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -28,19 +27,25 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from benchmarks import report
-from benchmarks.engine_paths import EnginePath, GenerationPath, Prompts, make_prompts
+from benchmarks.engine_paths import (
+    SIZES,
+    EnginePath,
+    GenerationPath,
+    Prompts,
+    Samples,
+    add_arguments,
+    decode_table,
+    make_prompts,
+    measure_decode,
+    medians_of,
+)
 from benchmarks.report import Target
-from engine.default_model import default_model_directory
 
 ENGINE, BF16 = "engine", "engine bf16"
-SIZES = (1, 8, 32)
-NUM_STEPS = 6
 PROMPT_TOKENS = 32
 PREFILL_TOKENS = 512
 WORKER = Path(__file__).with_name("llama_cpp_worker.py")
@@ -99,29 +104,12 @@ def num_equal(engine: EnginePath, llama: LlamaCppPath, prompt: NDArray[np.int32]
     return next((n for n in range(num_tokens) if own[n] != others[n]), num_tokens)
 
 
-def show(medians: dict[tuple[str, int], float], prefill: dict[str, float], llama: str, console: Console) -> None:
-    """Print the step times."""
-    table = Table(title=f"one decode step, ms; tokens/s; times {llama}", box=box.SIMPLE_HEAD)
-    table.add_column("path", no_wrap=True)
-    for size in SIZES:
-        table.add_column(f"{size} sequence{'s' if size > 1 else ''}", justify="right", no_wrap=True)
-    table.add_column(f"prefill {PREFILL_TOKENS}", justify="right", no_wrap=True)
-    for name in prefill:
-        row = [(medians[name, size], medians[llama, size] / medians[name, size], size) for size in SIZES]
-        cells = [f"{median:.1f}  {1000 * size / median:.0f}/s  {ratio:.2f}x" for median, ratio, size in row]
-        table.add_row(name, *cells, f"{prefill[name]:.0f}  {prefill[llama] / prefill[name]:.2f}x")
-    console.print(table)
-
-
 def main() -> None:
     """Run, print, and save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gguf", type=Path, required=True, nargs="+", metavar="FILE", help="what llama.cpp loads")
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has llama-cpp-python")
-    parser.add_argument(
-        "--model", default=str(default_model_directory()), metavar="DIRECTORY", help="the same weights, converted"
-    )
-    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), metavar="N")
+    add_arguments(parser, model_help="the same weights, converted")
     options = report.parse_arguments(parser, "engine_llama_cpp")
     torch.set_num_threads(options.threads)
     rng, console = np.random.default_rng(0), Console()
@@ -137,21 +125,21 @@ def main() -> None:
     for path in paths.values():  # the first steps are slower
         for size in SIZES:
             path.decode_steps_ms(make_prompts(rng, size, 8), 2)
-    samples: dict[tuple[str, int], list[float]] = {}
+    samples: Samples = {}
     prefill: dict[str, list[float]] = {name: [] for name in paths}
     for _ in track(range(1 if options.quick else 5), "measuring", console=console):
-        for size in SIZES:
-            for name, path in paths.items():
-                times = path.decode_steps_ms(make_prompts(rng, size, PROMPT_TOKENS), NUM_STEPS)
-                samples.setdefault((name, size), []).extend(times)
+        measure_decode(paths, samples, rng, PROMPT_TOKENS)
         for name, path in paths.items():
             prefill[name].append(path.first_token_ms(make_prompts(rng, 1, PREFILL_TOKENS)[0]))
     equal = [num_equal(engine, llamas[llama], prompt, 16) for prompt in make_prompts(rng, 4, PROMPT_TOKENS)]
     about = llamas[llama].about
     for path in llamas.values():
         path.close()
-    medians = {key: statistics.median(times) for key, times in samples.items()}
-    show(medians, {name: statistics.median(times) for name, times in prefill.items()}, llama, console)
+    medians = medians_of(samples)
+    console.print(decode_table(medians, llama))
+    for name, times in prefill.items():
+        ratio = statistics.median(prefill[llama]) / statistics.median(times)
+        print(f"prefill of {PREFILL_TOKENS} tokens: {name} {statistics.median(times):.0f} ms, {ratio:.2f}x")
     print(f"equal tokens of 16: {equal}")
     figures = {
         "is_quick": options.quick, "model": Path(options.model).name, "threads": options.threads,

@@ -3,6 +3,9 @@
 All are greedy, on the same prompts, with the same number of threads; a sample is the time of one decode step.
 """
 
+import argparse
+import os
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -10,9 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich import box
+from rich.table import Table
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from engine.config import Device, EngineConfig
+from engine.default_model import default_model_directory
 from engine.make import make_engine
 from engine.step_costs import StepCosts
 from shm_transport import segment
@@ -21,11 +27,15 @@ from shm_transport.messages import AddRequest
 from shm_transport.step import Step
 from shm_transport.step_ring import StepReader, StepWriter
 
+SIZES = (1, 8, 32)  # requests at once
+NUM_STEPS = 6  # of a round
 PROMPT_TOKENS = 128
 MAX_MODEL_LEN = 2048
 _LOW, _HIGH = 1000, 40_000  # token ids of the made-up prompts: no special ones
 
 Prompts = Sequence[NDArray[np.int32]]
+Samples = dict[tuple[str, int], list[float]]  # path, requests at once -> times of its steps, ms
+Medians = dict[tuple[str, int], float]
 
 
 def make_prompts(rng: np.random.Generator, count: int, num_tokens: int) -> Prompts:
@@ -41,6 +51,40 @@ class GenerationPath(Protocol):
 
     def first_token_ms(self, prompt: NDArray[np.int32]) -> float:
         """Return the time from a prompt to its first token."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, model_help: str) -> None:
+    """Add what says which model runs, and on how many threads."""
+    parser.add_argument("--model", default=str(default_model_directory()), metavar="DIRECTORY", help=model_help)
+    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), metavar="N")
+
+
+def measure_decode(
+    paths: dict[str, GenerationPath], samples: Samples, rng: np.random.Generator, prompt_tokens: int
+) -> None:
+    """Run one round, and add its step times to `samples`."""
+    for size in SIZES:
+        for name, path in paths.items():
+            times = path.decode_steps_ms(make_prompts(rng, size, prompt_tokens), NUM_STEPS)
+            samples.setdefault((name, size), []).extend(times)
+
+
+def medians_of(samples: Samples) -> Medians:
+    """Return the median step of each path and size."""
+    return {key: statistics.median(times) for key, times in samples.items()}
+
+
+def decode_table(medians: Medians, baseline: str) -> Table:
+    """Return the step times as a table, each compared with those of the path `baseline`."""
+    table = Table(title=f"one decode step, ms; tokens/s; times {baseline}", box=box.SIMPLE_HEAD)
+    table.add_column("path", no_wrap=True)
+    for size in SIZES:
+        table.add_column(f"{size} request{'s' if size > 1 else ''}", justify="right", no_wrap=True)
+    for name in dict.fromkeys(name for name, _ in medians):
+        row = [(medians[name, size], medians[baseline, size] / medians[name, size], size) for size in SIZES]
+        cells = [f"{median:.1f}  {1000 * size / median:.0f}/s  {ratio:.2f}x" for median, ratio, size in row]
+        table.add_row(name, *cells)
+    return table
 
 
 class EnginePath:

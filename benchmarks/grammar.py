@@ -27,7 +27,6 @@ from benchmarks import report
 
 LIBRARIES = ("llguidance", "xgrammar")
 VOCAB_SIZE, EOS = 49152, 2
-WORD_BYTES = 4
 # Texts of the schemas on which grammars differ most: admitted or not.
 CASES: tuple[tuple[dict[str, Any], str, bool], ...] = (
     ({"type": "integer", "minimum": 5, "maximum": 12}, "13", False),
@@ -242,33 +241,33 @@ def measure_masks(tokenizer_json: Path, *, num_rounds: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", choices=LIBRARIES, help=argparse.SUPPRESS)
-    arguments = report.parse_arguments(parser, "grammar")
+    parser.add_argument("--only", choices=LIBRARIES, help=argparse.SUPPRESS)
+    options = report.parse_arguments(parser, "grammar")
     from server.model_path import resolve
 
     tokenizer_json = resolve(None) / "tokenizer.json"
-    num_schemas = 40 if arguments.quick else 200
-    if arguments.library:
-        json.dump(measure(arguments.library, tokenizer_json, num_schemas=num_schemas), sys.stdout)
+    num_schemas = 40 if options.quick else 200
+    if options.only:
+        json.dump(measure(options.only, tokenizer_json, num_schemas=num_schemas), sys.stdout)
         return 0
     results = {}
     for name in LIBRARIES:
         if importlib.util.find_spec(name) is None:
             print(f"{name} is not installed: left out")
             continue
-        command = [sys.executable, "-m", "benchmarks.grammar", "--library", name]
+        command = [sys.executable, "-m", "benchmarks.grammar", "--only", name]
         output = subprocess.run(
-            command + ["--quick"] * arguments.quick, stdout=subprocess.PIPE, check=True, text=True
+            command + ["--quick"] * options.quick, stdout=subprocess.PIPE, check=True, text=True
         ).stdout
         results[name] = json.loads(output[output.index("{") :])
         _print(name, results[name])
-    masks = measure_masks(tokenizer_json, num_rounds=50 if arguments.quick else 500)
+    masks = measure_masks(tokenizer_json, num_rounds=50 if options.quick else 500)
     for num_rows, result in masks.items():
         p50 = {what: result[f"{what}_us"]["p50"] for what in ("all", "none", "sampling")}
         print(f"{num_rows} rows: " + ", ".join(f"{what} {us:.1f} us" for what, us in p50.items()))
     results["masks_by_rows"] = masks
-    if arguments.json is not None:
-        report.save(arguments.json, "grammar", results, [])
+    if options.json is not None:
+        report.save(options.json, "grammar", results, [])
     return 0
 
 

@@ -72,7 +72,9 @@ def pack(plan: Plan, block_size: int) -> Batch:
         token_ids=np.concatenate([part.token_ids for part in parts], dtype=np.int64),
         positions=np.concatenate([part.positions for part in parts]),
         slot_mapping=np.concatenate([part.slots for part in parts]),
-        block_tables=_pad([_block_table(each, each.num_computed_tokens + 1, block_size) for each in plan.decodes]),
+        block_tables=pad_tables(
+            [_block_table(each, each.num_computed_tokens + 1, block_size) for each in plan.decodes]
+        ),
         decode_lengths=parts[0].positions + 1,
         last_rows=np.array([*plan.sampled_rows, *_rows_of(plan.scored)], np.int64),
         chunks=chunks,
@@ -115,7 +117,8 @@ def _block_table(request: Request, num_tokens: int, block_size: int) -> NDArray[
     return np.array(request.block_ids[: -(-num_tokens // block_size)], np.int32)
 
 
-def _pad(tables: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+def pad_tables(tables: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+    """Put block tables one below the other, [len(tables), longest], block 0 behind the ends of shorter ones."""
     padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
     for row, table in enumerate(tables):
         padded[row, : len(table)] = table

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-PADDING_BLOCK = 0  # never given to a request: padding reads and writes it
+PADDING_BLOCK = 0  # never given to a request: block tables are filled up with it, padding reads and writes it
 
 
 class Salt(NamedTuple):

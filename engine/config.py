@@ -16,8 +16,8 @@ _CHOICES = {
     "dtype": Dtype, "device": Device, "quantization": Quantization, "runner": RunnerName, "overlap": Overlap,
 }  # fmt: skip
 _AT_LEAST_ONE = (
-    "block_size",
-    "max_model_len", "max_num_seqs", "max_num_waiting", "max_num_batched_tokens", "num_threads", "kv_cache_tokens",
+    "block_size", "max_model_len", "max_num_seqs", "max_num_waiting", "max_num_batched_tokens", "num_threads",
+    "kv_cache_tokens",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, pack
-from engine.block_pool import BlockPool, PoolCounters
+from engine.block_pool import BlockPool
 from engine.chunk_budget import ChunkBudget
 from engine.collect import collect, deliver
 from engine.config import EngineConfig
@@ -74,11 +74,6 @@ class EngineCore:
     def costs(self) -> StepCosts:
         """A copy of the steps' costs so far."""
         return replace(self.step_costs)
-
-    @property
-    def cache_counters(self) -> PoolCounters:
-        """A copy of the prefix cache's counters."""
-        return replace(self._pool.counters)
 
     def add(self, request: AddRequest) -> None:
         """Queue a request and its forks; they join at the next step that has seats and blocks for them.

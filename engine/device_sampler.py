@@ -13,8 +13,17 @@ from torch import Tensor
 
 from engine.model_inputs import pinned, send
 from engine.request import Request
-from engine.rng import uniforms
-from engine.sampler import GREEDY_BELOW, Filters, draw_from_all, draw_from_sorted, scale_, why_failed
+from engine.sampler import (
+    GREEDY_BELOW,
+    Filters,
+    draw_from_all,
+    draw_from_sorted,
+    needs_order,
+    random_numbers,
+    scale_,
+    top_k_of,
+    why_failed,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +69,9 @@ def _sample(logits: Tensor, requests: Sequence[Request]) -> DeviceSamples:
     whole: list[int] = []
     filtered: list[int] = []
     for row, request in enumerate(requests):
-        params = request.params
-        if params.temperature >= GREEDY_BELOW:
-            needs_order = params.top_p < 1.0 or 0 < params.top_k < logits.shape[1]
-            (filtered if needs_order else whole).append(row)
+        if request.params.temperature >= GREEDY_BELOW:
+            group = filtered if needs_order(request.params, logits.shape[1]) else whole
+            group.append(row)
     for rows, draw in ((whole, draw_from_all), (filtered, draw_from_sorted)):
         if rows:
             (index,) = send((np.array(rows, np.int32),), logits.device)
@@ -78,13 +86,10 @@ def _sample(logits: Tensor, requests: Sequence[Request]) -> DeviceSamples:
 
 def _columns(requests: Sequence[Request], logits: Tensor) -> tuple[Filters, Tensor]:
     """Return the rows' parameters and their random numbers, sent in one copy that nobody waits for."""
-    vocab_size = logits.shape[1]
     params = [request.params for request in requests]
-    top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-    seeds = np.array([request.seed for request in requests], np.uint64)
-    indexes = np.array([request.num_output_tokens for request in requests], np.uint64)
+    top_k = [top_k_of(each, logits.shape[1]) for each in params]
     rows = [[p.temperature for p in params], top_k, [p.top_p for p in params], [p.min_p for p in params]]
-    columns = np.concatenate((np.array(rows, np.float64), uniforms(seeds, indexes)[None]))
+    columns = np.concatenate((np.array(rows, np.float64), random_numbers(requests)[None]))
     sent = pinned(torch.from_numpy(columns), logits.device).to(logits.device, non_blocking=True)
     filters = Filters(
         temperature=sent[0].float(),

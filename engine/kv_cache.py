@@ -12,7 +12,6 @@ from torch import Tensor
 from engine.errors import EngineConfigError, NotEnoughMemoryError
 from engine.model_inputs import send
 
-PADDING_BLOCK = 0  # nobody's: block tables of different lengths are filled up with it
 _MEMORY_SHARE = 0.5  # of what is free once the weights are there; activations and other processes need the rest
 
 

@@ -18,7 +18,6 @@ from engine.config import Quantization
 
 logger = logging.getLogger(__name__)
 
-
 GROUP = 32  # columns that share a scale and a zero
 _LEVELS = 15  # steps between the lowest and the highest weight of a group
 # Half a bf16 step of the largest weight is 2**-9 of it. The weights, their scale and their zero are each rounded so:

@@ -9,16 +9,14 @@ from engine.interface import RequestFailedError
 from shm_transport import segment
 from shm_transport.errors import PeerDiedError
 from shm_transport.heartbeat import Heartbeat
-from shm_transport.messages import AddRequest, Data
+from shm_transport.messages import Data
 from shm_transport.process import PeerProcess
 from shm_transport.records import ENGINE_HANDLE, RecordKind, RingKind
-from shm_transport.request_ring import Abort, Call, Inbox
+from shm_transport.request_ring import Inbox, InMessage
 from shm_transport.step import Step
 from shm_transport.step_ring import StepWriter
 
 _U64 = struct.Struct("<Q")
-
-InMessage = AddRequest | Abort | Call
 
 
 class EngineLink:

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 from engine.control import Control
 from engine.interface import Engine
-from engine.link import EngineLink, InMessage
+from engine.link import EngineLink
 from engine.step_log import StepLog
 from engine.stepper import Stepper
 from shm_transport.messages import AddRequest
-from shm_transport.request_ring import Abort
+from shm_transport.request_ring import Abort, InMessage
 from shm_transport.step import Step
 
 _COLLECT_EVERY = 4096  # steps, for an engine that is never idle

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import Batch
+from engine.batch import Batch, pad_tables
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,10 +70,7 @@ def upload(
         max_length: No request has more positions.
     """
     rows = np.concatenate((batch.last_rows, batch.hidden_rows))
-    tables = [chunk.block_table for chunk in batch.chunks]
-    chunk_tables = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
-    for index, table in enumerate(tables):
-        chunk_tables[index, : len(table)] = table
+    chunk_tables = pad_tables([chunk.block_table for chunk in batch.chunks])
     spans = [(chunk.start, chunk.end - chunk.start, chunk.num_context) for chunk in batch.chunks]
     sources = np.empty(0, np.int64) if batch.sources is None else batch.sources
     arrays = (

@@ -185,7 +185,7 @@ class OverlappingCore:
         return self._core.costs
 
     def limits(self) -> dict[str, int]:
-        """Return max_model_len, vocab_size and num_blocks."""
+        """Return READY's figures."""
         return self._core.limits()
 
     def _try_launch(self, previous: _InFlight | None) -> _InFlight | None:

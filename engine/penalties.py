@@ -1,8 +1,8 @@
 """Repetition, frequency and presence penalties: what a request's own tokens cost it.
 
 A request's counts are on the host and grow by one token a step; a step sends those of its rows to the logits' device,
-where all rows are penalized at once. They hold the distinct tokens alone: penalties over whole rows of
-counts would pass each row's logits several times.
+where all rows are penalized at once. They hold the distinct tokens alone: penalties over whole rows of counts would
+pass each row's logits several times.
 """
 
 from collections.abc import Sequence

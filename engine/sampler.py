@@ -59,7 +59,7 @@ class Filters:
     @classmethod
     def of(cls, params: Sequence[AddRequest], vocab_size: int, device: torch.device) -> "Filters":
         """Collect the columns from the requests' parameters."""
-        top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+        top_k = [top_k_of(each, vocab_size) for each in params]
         min_p = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)
         return cls(
             temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
@@ -153,25 +153,32 @@ def _draw_rows(
     filtered: list[int] = []
     for row, request in enumerate(requests):
         if request.params.temperature >= GREEDY_BELOW and is_finite[row]:
-            group = filtered if _needs_order(request.params, logits.shape[1]) else whole
+            group = filtered if needs_order(request.params, logits.shape[1]) else whole
             group.append(row)
     for rows, draw in ((whole, draw_from_all), (filtered, draw_from_shortlist)):
         if rows:
             chosen = [requests[row] for row in rows]
             filters = Filters.of([request.params for request in chosen], logits.shape[1], logits.device)
-            numbers = _uniforms(chosen, logits.device)
+            numbers = torch.from_numpy(random_numbers(chosen)).to(logits.device)
             own = logits if len(rows) == len(requests) else logits[rows]
             token_ids[rows] = draw(scale_(own, filters), filters, numbers).cpu().numpy()
 
 
-def _needs_order(params: AddRequest, vocab_size: int) -> bool:
-    return params.top_p < 1.0 or 0 < params.top_k < vocab_size
+def top_k_of(params: AddRequest, vocab_size: int) -> int:
+    """Return how many tokens top_k leaves, `vocab_size` where it is off."""
+    return params.top_k if 0 < params.top_k < vocab_size else vocab_size
 
 
-def _uniforms(requests: Sequence[Request], device: torch.device) -> Tensor:
+def needs_order(params: AddRequest, vocab_size: int) -> bool:
+    """Whether a request draws from its most likely tokens, which have to be found first."""
+    return params.top_p < 1.0 or top_k_of(params, vocab_size) < vocab_size
+
+
+def random_numbers(requests: Sequence[Request]) -> NDArray[np.float64]:
+    """Return the number by which each request draws its next token, [len(requests)] in [0, 1)."""
     seeds = np.array([request.seed for request in requests], np.uint64)
     indexes = np.array([request.num_output_tokens for request in requests], np.uint64)
-    return torch.from_numpy(uniforms(seeds, indexes)).to(device)
+    return uniforms(seeds, indexes)
 
 
 def scale_(logits: Tensor, filters: Filters) -> Tensor:

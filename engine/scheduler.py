@@ -233,7 +233,8 @@ class Scheduler:
     def confirm(self, plan: Plan, token_ids: Sequence[int], assumed: Assumed) -> tuple[list[int], list[Finish]]:
         """Put in the tokens of an assumed step, and take those that it ends off their seats.
 
-        What was assumed of an ended request's next step is taken back.
+        What was assumed of an ended request's next step stays: nobody looks at it, and the request holds no blocks any
+        more when that step is settled.
 
         Args:
             plan: The step's.
@@ -251,8 +252,6 @@ class Scheduler:
             request.output_token_ids[length - 1] = token_id
             finish = self._finish(request, token_id, length)
             if finish.reason:
-                del request.output_token_ids[length:]
-                request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
                 self._end(request)
             rows.append(row)
             finishes.append(finish)

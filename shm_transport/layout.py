@@ -14,7 +14,7 @@ from shm_transport.records import (
     STEP_TOKEN_COLUMNS,
 )
 
-_STRUCT_CODES = {"u1": "B", "u2": "H", "u4": "I", "u8": "Q", "i4": "i", "i8": "q", "f4": "f", "f8": "d"}
+_STRUCT_CODES = {"u1": "B", "u2": "H", "u4": "I", "u8": "Q", "i4": "i", "i8": "q", "f4": "f", "f8": "d", "S2": "2s"}
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

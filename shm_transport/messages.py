@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shm_transport.errors import RecordError
+from shm_transport.layout import struct_of
 from shm_transport.records import ADD_FIELDS, DATA_FIELDS, DataContent, Pooling
 
-_ADD = struct.Struct("<QQddddddiIIiiiiHHIIIIIIIIIxxxx")
-_DATA = struct.Struct("<QH2sI")
-assert _ADD.size == ADD_FIELDS.itemsize
-assert _DATA.size == DATA_FIELDS.itemsize
+_ADD = struct_of(ADD_FIELDS)
+_DATA = struct_of(DATA_FIELDS)
+_RESERVED = 0
 _DTYPES = {b"i4": np.dtype("<i4"), b"f4": np.dtype("<f4")}
 _POOLINGS = {int(pooling): pooling for pooling in Pooling}  # the enum's call takes ten times as long
 _CONTENTS = {int(content): content for content in DataContent}
@@ -73,7 +73,7 @@ class AddRequest:
             self.eos_token_id, self.num_logprobs, self.num_prompt_logprobs, self.priority, self.pooling,
             self.is_normalized, len(self.forks), len(self.prompt_token_ids), len(self.stop_token_ids),
             len(self.allowed_token_ids), len(self.bad_token_ids), len(self.logit_bias), len(salt), len(adapter),
-            len(grammar),
+            len(grammar), _RESERVED,
         )  # fmt: skip
         forks = [number for fork in self.forks for number in fork]
         biases = [number for bias in self.logit_bias for number in bias]
@@ -104,7 +104,7 @@ class AddRequest:
         (
             handle, seed, temperature, top_p, min_p, repetition, frequency, presence, top_k, max_tokens, min_tokens,
             eos, num_logprobs, num_prompt_logprobs, priority, pooling, is_normalized, num_forks, num_prompt, num_stop,
-            num_allowed, num_bad, num_biases, salt_bytes, adapter_bytes, grammar_bytes,
+            num_allowed, num_bad, num_biases, salt_bytes, adapter_bytes, grammar_bytes, _,
         ) = _ADD.unpack_from(body)  # fmt: skip
         prompt_at = _ADD.size + 16 * num_forks
         ids_at = prompt_at + 4 * num_prompt

@@ -33,6 +33,9 @@ class Call:
     body: bytes  # JSON
 
 
+InMessage = AddRequest | Abort | Call
+
+
 @dataclass(slots=True)
 class _Outgoing:
     kind: RecordKind
@@ -135,14 +138,14 @@ class Inbox:
         self._max_body = segment.header.slot_bytes - HEADER_BYTES
         self._partial: list[bytes] = []
 
-    def wait(self, timeout_s: float) -> list[AddRequest | Abort | Call]:
+    def wait(self, timeout_s: float) -> list[InMessage]:
         """Wait up to `timeout_s` for a first message, then return all that are there; [] on a time-out."""
         if not self._consumer.wait(timeout_s):
             return []
         first = self._read()
         return ([] if first is None else [first]) + self.drain()
 
-    def drain(self) -> list[AddRequest | Abort | Call]:
+    def drain(self) -> list[InMessage]:
         """Return the messages that are there, without waiting."""
         messages = []
         while self._consumer.try_wait():
@@ -151,7 +154,7 @@ class Inbox:
                 messages.append(message)
         return messages
 
-    def _read(self) -> AddRequest | Abort | Call | None:
+    def _read(self) -> InMessage | None:
         slot = self._slots[self._consumer.slot]
         try:
             sequence, kind, flags, body_bytes, message_bytes, *_ = HEADER.unpack_from(slot)
@@ -171,7 +174,7 @@ class Inbox:
         return _decode(RecordKind(kind), body)
 
 
-def _decode(kind: RecordKind, body: bytes) -> AddRequest | Abort | Call:
+def _decode(kind: RecordKind, body: bytes) -> InMessage:
     if kind == RecordKind.ADD:
         return AddRequest.decode(body)
     if (len(body) % 8 and kind == RecordKind.ABORT) or len(body) < 8:

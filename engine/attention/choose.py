@@ -17,7 +17,7 @@ from engine.attention.base import Attention
 from engine.attention.kernels import Options
 from engine.attention.step import StepAttention
 from engine.attention.varlen import BLOCK_MULTIPLE, VarlenAttention, is_paged
-from engine.batch import Batch, ChunkSpan
+from engine.batch import Batch, ChunkSpan, pad_tables
 from engine.kv_cache import KVCache, LayerShape
 from engine.model_inputs import PagedInputs, upload
 
@@ -140,9 +140,6 @@ def make_batch(block_size: int) -> tuple[Batch, int]:
     sizes = [-(-end // block_size) for end in ends]
     blocks = np.random.default_rng(0).permutation(sum(sizes)) + 1
     tables = np.split(blocks.astype(np.int32), np.cumsum(sizes)[:-1])
-    block_tables = np.zeros((len(_DECODES), max(sizes[: len(_DECODES)])), np.int32)
-    for row, table in enumerate(tables[: len(_DECODES)]):
-        block_tables[row, : len(table)] = table
     chunks, end = [], len(_DECODES)
     for (count, context), table in zip(_CHUNKS, tables[len(_DECODES) :], strict=True):
         chunks.append(ChunkSpan(end, end + count, context, table))
@@ -157,6 +154,7 @@ def make_batch(block_size: int) -> tuple[Batch, int]:
     ]
     batch = Batch(
         token_ids=np.zeros(end, np.int64), positions=flat, slot_mapping=np.array(slots, np.int64),
-        block_tables=block_tables, decode_lengths=np.array(_DECODES), last_rows=np.empty(0, np.int64), chunks=chunks,
+        block_tables=pad_tables(tables[: len(_DECODES)]), decode_lengths=np.array(_DECODES),
+        last_rows=np.empty(0, np.int64), chunks=chunks,
     )  # fmt: skip
     return batch, 1 + sum(sizes)

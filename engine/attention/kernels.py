@@ -35,6 +35,28 @@ class Options:
         return key_dim**-0.5 if self.scaling is None else self.scaling
 
 
+def hide(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bias of a mask that is True where a query does not see a position."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
+def causal_bias(num_queries: int, width: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the bias of queries that stand at the last of `width` positions, [1, num_queries, width].
+
+    Args:
+        num_queries: At most `width`.
+        width: Positions.
+        window: A query sees so many of them, its own included; None: all up to its own.
+        dtype: The queries'.
+        device: Theirs.
+    """
+    offset = width - num_queries
+    sees = torch.ones(num_queries, width, dtype=torch.bool, device=device).tril(offset)
+    if window is not None:
+        sees = sees.triu(offset + 1 - window)
+    return hide(~sees[None], dtype)
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, options: Options) -> Tensor:
     """Attend; the sliding window of `options` must stand in the bias.
 

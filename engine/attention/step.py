@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.kernels import Options, attend
+from engine.attention.kernels import Options, attend, causal_bias, hide
 from engine.batch import Batch, ChunkSpan
 from engine.kv_cache import KVCache, LayerShape, begun_blocks
 
@@ -93,8 +93,8 @@ class StepAttention:
             hidden = positions >= lengths[:, None]
             if window is not None:
                 hidden |= positions < lengths[:, None] - window
-            bias = _bias(torch.from_numpy(hidden[:, None]).to(self._device), dtype)
-            self._biases[kind] = bias if hidden.any() else None
+            bias = hide(torch.from_numpy(hidden[:, None]).to(self._device), dtype) if hidden.any() else None
+            self._biases[kind] = bias
         return self._biases[kind]
 
     def _chunk(self, query: Tensor, keys: Tensor, values: Tensor, chunk: ChunkSpan, options: Options) -> list[Tensor]:
@@ -117,16 +117,9 @@ class StepAttention:
         width = num_rows if window is None else num_positions
         kind = (-1, num_rows, width, window)
         if kind not in self._biases:
-            offset = width - num_rows  # the last row stands at the last position
-            sees = torch.ones(num_rows, width, dtype=torch.bool, device=self._device).tril(offset)
-            if window is not None:
-                sees = sees.triu(offset + 1 - window)
-            self._biases[kind] = _bias(~sees[None], dtype) if num_rows > 1 or window is not None else None
+            sees_all = num_rows == 1 and window is None
+            self._biases[kind] = None if sees_all else causal_bias(num_rows, width, window, dtype, self._device)
         return self._biases[kind]
-
-
-def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 def _decode_groups(batch: Batch, device: torch.device) -> list[_DecodeGroup]:

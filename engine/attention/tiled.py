@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.kernels import Options, attend
+from engine.attention.kernels import Options, attend, causal_bias
 from engine.batch import Batch
 from engine.kv_cache import KVCache, begun_blocks
 
@@ -51,12 +51,7 @@ class TiledAttention:
     def _bias(self, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """[1, block_size, length], for rows that stand at the last positions."""
         if (length, window) not in self._biases:
-            offset = length - self._cache.block_size
-            sees = torch.ones(self._cache.block_size, length, dtype=torch.bool, device=self._device).tril(offset)
-            if window is not None:
-                sees = sees.triu(offset + 1 - window)
-            bias = torch.zeros(1, *sees.shape, dtype=dtype, device=self._device)
-            self._biases[length, window] = bias.masked_fill_(~sees, float("-inf"))
+            self._biases[length, window] = causal_bias(self._cache.block_size, length, window, dtype, self._device)
         return self._biases[length, window]
 
 

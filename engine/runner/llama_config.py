@@ -1,7 +1,7 @@
 """What the fused runner needs to know of a model of the Llama family, read from its config.json.
 
-A config that says anything which the fused forward does not do gives an Unsuited, with the reason; so does one that is
-silent where the architectures' defaults differ. No transformers here.
+A config that says anything which the fused forward does not do gives an UnsuitedError, with the reason; so does one
+that is silent where the architectures' defaults differ. No transformers here.
 """
 
 import math

@@ -35,6 +35,8 @@ from engine.adapters import Adapters
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.make import make_engine
+from engine.overlap import OverlappingCore
 from shm_transport.messages import AddRequest, Data
 from shm_transport.records import FinishReason
 from shm_transport.step import Step
@@ -179,7 +181,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
 class Driver:
     """Steps an engine and keeps everything that it emitted, by handle."""
 
-    core: EngineCore
+    core: EngineCore | OverlappingCore
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finishes: dict[int, tuple[FinishReason, int]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
@@ -215,7 +217,8 @@ class Driver:
     def is_idle_and_empty(self) -> bool:
         """Whether nothing is held any more."""
         figures = self.core.idle_step()
-        held = (figures.num_running, figures.num_waiting, self.core._pool.num_used)
+        core = self.core._core if isinstance(self.core, OverlappingCore) else self.core
+        held = (figures.num_running, figures.num_waiting, core._pool.num_used)
         return not self.core.has_work and held == (0, 0, 0)
 
 
@@ -318,6 +321,7 @@ def make_driver() -> Callable[..., Driver]:
     """Build a driver over an engine with a fake runner, or with a real one if none is given."""
 
     def make(config: EngineConfig | None = None, runner: FakeRunner | None = None) -> Driver:
-        return Driver(EngineCore(config or EngineConfig(model="none", max_num_seqs=4), runner=runner))
+        config = config or EngineConfig(model="none", max_num_seqs=4)
+        return Driver(make_engine(config) if runner is None else EngineCore(config, runner=runner))
 
     return make

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.adapters import AdapterRows, load_adapter
 from engine.core import EngineCore
 from engine.errors import AdapterError
-from engine.interface import RequestFailedError
+from engine.interface import CallError, RequestFailedError
 
 TinyModels = Callable[[str], Any]
 MakeDriver = Callable[..., Any]
@@ -105,7 +105,7 @@ def test_blocks_of_one_adapter_are_not_found_for_another(
         driver.run()
     plain, adapted = tiny.generate(prompt, 6), type(tiny)(tiny.path, merged(tiny.model, deltas)).generate(prompt, 6)
     assert [driver.tokens[handle] for handle in range(4)] == [plain, adapted, plain, adapted]
-    assert driver.core.cache_counters.num_hit_tokens == 2 * 16
+    assert driver.core.stats()["num_hit_tokens"] == 2 * 16
 
 
 def test_a_directory_that_peft_wrote_gives_the_tokens_of_its_merged_model(
@@ -133,6 +133,47 @@ def test_an_unknown_adapter_is_refused_by_name(tmp_path: Path, tiny_model: TinyM
     driver = make_driver(tiny.config(adapters={"one": str(tmp_path / "one")}))
     with pytest.raises(RequestFailedError, match="no adapter 'other': known are one"):
         driver.add(1, [1, 2], adapter="other")
+
+
+@pytest.mark.parametrize("runner", ["fused", "hf"])
+def test_an_adapter_whose_name_is_taken_by_another_serves_those_who_have_it_and_is_freed_after_them(
+    runner: str, tmp_path: Path, tiny_model: TinyModels, make_driver: MakeDriver
+) -> None:
+    tiny = tiny_model("llama")
+    paths = [tmp_path / "first", tmp_path / "second"]
+    deltas = [make_adapter(path, tiny.model, ATTENTION, seed) for seed, path in enumerate(paths)]
+    driver = make_driver(tiny.config(runner=runner, runtime_adapters=True, block_size=4))
+    store, adapters = driver.core.adapters, driver.core._runner.adapters
+    store.add(store.read("one", str(paths[0])))
+    driver.add(1, PROMPTS[2], adapter="one", max_tokens=8)
+    driver.step()
+    store.remove("one")
+    with pytest.raises(RequestFailedError, match="no adapter 'one': known are none"):
+        driver.add(2, PROMPTS[2], adapter="one")
+    store.add(store.read("one", str(paths[1])))
+    driver.add(3, PROMPTS[2], adapter="one", max_tokens=12)
+    assert not store.try_free()
+    assert adapters._adapters.keys() == {1, 2}
+    while 1 not in driver.finishes:
+        driver.step()
+    assert store.try_free()
+    assert adapters._adapters.keys() == {2}
+    assert {number for site in adapters._sites for number in site.parts} == {2}
+    driver.run()
+    for handle, length, own in ((1, 8, deltas[0]), (3, 12, deltas[1])):
+        assert driver.tokens[handle] == type(tiny)(tiny.path, merged(tiny.model, own)).generate(PROMPTS[2], length)
+
+
+def test_an_engine_that_was_not_started_for_it_takes_no_further_adapters(
+    tmp_path: Path, tiny_model: TinyModels, make_driver: MakeDriver
+) -> None:
+    tiny = tiny_model("llama")
+    make_adapter(tmp_path / "one", tiny.model, ATTENTION, 1)
+    store = make_driver(tiny.config()).core.adapters
+    with pytest.raises(CallError, match="start it with --enable-dev-routes"):
+        store.add(store.read("one", str(tmp_path / "one")))
+    with pytest.raises(CallError, match="there is no adapter at"):
+        store.read("two", str(tmp_path / "two"))
 
 
 @pytest.mark.parametrize(

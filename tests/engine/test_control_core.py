@@ -32,11 +32,11 @@ def finish(driver: Driver) -> None:
 @pytest.mark.parametrize("overlap", ["off", "on"])
 @pytest.mark.parametrize(("name", "runner"), [("llama", "fused"), ("gpt2", "hf")])
 def test_requests_whose_blocks_and_model_were_taken_get_the_tokens_of_undisturbed_ones(
-    name: str, runner: str, overlap: str, tiny_model: TinyModels
+    name: str, runner: str, overlap: str, tiny_model: TinyModels, make_driver: Callable[..., Driver]
 ) -> None:
     tiny = tiny_model(name)
-    core = make_engine(tiny.config(runner=runner, overlap=overlap, max_num_batched_tokens=16, block_size=4))
-    driver = Driver(core)  # type: ignore[arg-type]
+    driver = make_driver(tiny.config(runner=runner, overlap=overlap, max_num_batched_tokens=16, block_size=4))
+    core = driver.core
     expected = {}
     for handle, prompt in enumerate(PROMPTS):
         expected[handle] = expected[handle + 10] = tiny.generate(prompt, 12)

@@ -62,7 +62,7 @@ def test_greedy_equals_generate_in_chunks_from_the_prefix_cache_and_after_preemp
             driver.step()
     driver.run()
     assert driver.core.idle_step().num_preemptions > 0
-    assert driver.core.cache_counters.num_hit_tokens >= 3 * 20
+    assert driver.core.stats()["num_hit_tokens"] >= 3 * 20
     ends = prompts(8, (1, 15, 19, 6))
     assert driver.tokens == {n: tiny.generate([*beginning, *end], 30) for n, end in enumerate(ends)}
     assert driver.is_idle_and_empty()

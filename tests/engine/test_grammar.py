@@ -360,13 +360,6 @@ def test_no_step_runs_ahead_of_a_row_with_a_grammar(
         def launch(self, *_: Any) -> Any:
             raise AssertionError("a step was launched")
 
-    class Patient:
-        def __init__(self, core: OverlappingCore) -> None:
-            self.core = core
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.core if hasattr(self.core, name) else self.core._core, name)
-
     config = EngineConfig(model=str(model_directory), max_num_seqs=4)
     params = {"grammar": regex("[a-t]{5}[0-9]+"), "max_tokens": 12, "temperature": 1.0, "seed": 3}
     plain = make_driver(config, make_hashing_runner())
@@ -374,7 +367,7 @@ def test_no_step_runs_ahead_of_a_row_with_a_grammar(
     plain.run()
     runner = make_hashing_runner()
     driver = make_driver(config, runner)
-    driver.core = Patient(OverlappingCore(driver.core, NoDevice(), runner.block_size))
+    driver.core = OverlappingCore(driver.core, NoDevice(), runner.block_size)
     driver.add(1, [3], **params)
     driver.run()
     assert driver.failures == {}

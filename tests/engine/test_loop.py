@@ -8,9 +8,8 @@ import pytest
 
 from engine import loop
 from engine.interface import RequestFailedError
-from engine.link import InMessage
 from shm_transport.messages import AddRequest, Data
-from shm_transport.request_ring import Abort, Call
+from shm_transport.request_ring import Abort, Call, InMessage
 from shm_transport.step import Step
 
 

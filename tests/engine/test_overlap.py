@@ -1,5 +1,6 @@
 """Two steps in flight, over a fake device that computes as late as it may, and over the real one on a CPU."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,14 +13,13 @@ import pytest
 from engine import rng as engine_rng
 from engine.batch import Batch
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.overlap import OverlappingCore, Tokens
 from engine.sampler import sample, sample_each
-from engine.torch_device import TorchDevice
 from shm_transport.messages import Fork
 from shm_transport.records import FinishReason
 
 MakeDriver = Callable[..., Any]
+CROWDED = EngineConfig(model="none", max_num_seqs=6, max_num_batched_tokens=12)  # for `draw_requests`
 
 
 @dataclass
@@ -105,19 +105,6 @@ class LazyDevice:
         step.result = Tokens(token_ids, best, failures)
 
 
-class Patient:
-    """An engine whose `step` always gives a record, so that a Driver can step it."""
-
-    def __init__(self, core: OverlappingCore) -> None:
-        self.core = core
-
-    def step(self) -> Any:
-        return self.core.step() or self.core.idle_step()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.core if hasattr(self.core, name) else self.core._core, name)
-
-
 @pytest.fixture
 def make_overlapping(make_driver: MakeDriver, make_hashing_runner: Any) -> Callable[..., tuple[Any, LazyDevice]]:
     """Build a driver over an overlapping core, and the fake device under it."""
@@ -126,7 +113,7 @@ def make_overlapping(make_driver: MakeDriver, make_hashing_runner: Any) -> Calla
         runner = runner or make_hashing_runner()
         driver = make_driver(config, runner)
         device = LazyDevice(runner)
-        driver.core = Patient(OverlappingCore(driver.core, device, runner.block_size))
+        driver.core = OverlappingCore(driver.core, device, runner.block_size)
         return driver, device
 
     return make
@@ -151,20 +138,24 @@ def draw_request(rng: random.Random, handle: int, beginnings: list[list[int]]) -
     return prompt, params
 
 
+def draw_requests(rng: random.Random) -> dict[int, tuple[list[int], dict[str, Any]]]:
+    """Return 40 random requests, by handle, many of which begin alike."""
+    beginnings = [[rng.randrange(32) for _ in range(20)] for _ in range(3)]
+    return {handle: draw_request(rng, handle, beginnings) for handle in range(0, 160, 4)}
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_random_requests_get_the_synchronous_cores_tokens(
     seed: int, make_driver: MakeDriver, make_hashing_runner: Any, make_overlapping: Any
 ) -> None:
     rng = random.Random(seed)
-    beginnings = [[rng.randrange(32) for _ in range(20)] for _ in range(3)]
-    requests = {handle: draw_request(rng, handle, beginnings) for handle in range(0, 160, 4)}
-    config = EngineConfig(model="none", max_num_seqs=6, max_num_batched_tokens=12)
-    plain = make_driver(config, make_hashing_runner())
+    requests = draw_requests(rng)
+    plain = make_driver(CROWDED, make_hashing_runner())
     for handle, (prompt, params) in requests.items():
         plain.add(handle, prompt, **params)
     plain.run()
 
-    driver, device = make_overlapping(config, make_hashing_runner(num_blocks=20))
+    driver, device = make_overlapping(CROWDED, make_hashing_runner(num_blocks=20))
     device.rng = rng
     aborted: set[int] = set()
     for handle, (prompt, params) in requests.items():
@@ -209,11 +200,9 @@ def test_rows_that_fail_at_random_fail_as_in_the_synchronous_core_and_nobody_els
     seed: int, make_driver: MakeDriver, make_hashing_runner: Any, make_overlapping: Any
 ) -> None:
     rng = random.Random(seed)
-    beginnings = [[rng.randrange(32) for _ in range(20)] for _ in range(3)]
-    requests = {handle: draw_request(rng, handle, beginnings) for handle in range(0, 160, 4)}
-    config = EngineConfig(model="none", max_num_seqs=6, max_num_batched_tokens=12)
-    plain = make_driver(config, fail_some_rows(make_hashing_runner(), 61))
-    driver, device = make_overlapping(config, fail_some_rows(make_hashing_runner(num_blocks=20), 61))
+    requests = draw_requests(rng)
+    plain = make_driver(CROWDED, fail_some_rows(make_hashing_runner(), 61))
+    driver, device = make_overlapping(CROWDED, fail_some_rows(make_hashing_runner(num_blocks=20), 61))
     device.rng = rng
     for each in (plain, driver):
         for handle, (prompt, params) in requests.items():
@@ -231,10 +220,10 @@ def test_rows_that_fail_at_random_fail_as_in_the_synchronous_core_and_nobody_els
 def test_a_step_is_launched_before_the_one_before_it_is_waited_for(make_overlapping: Any) -> None:
     driver, device = make_overlapping()
     driver.add(1, [1], max_tokens=3)
-    assert driver.core.core.step() is None
+    assert driver.core.step() is None
     driver.core.after_step()
     (first,) = device.launches
-    step = driver.core.core.step()
+    step = driver.core.step()
     assert len(device.launches) == 2
     assert step is not None
     assert step.handles.tolist() == [1]
@@ -309,6 +298,27 @@ def test_a_request_that_needs_the_host_makes_every_step_wait_while_it_lives(
     assert len(driver.tokens[1]) == 20
 
 
+def test_a_fork_needs_the_host_though_its_first_sequence_is_gone(make_overlapping: Any) -> None:
+    driver, device = make_overlapping()
+    driver.add(1, [1], max_tokens=4, presence_penalty=1.0, forks=(Fork(2, 0),))
+    driver.step()
+    driver.core.abort([1])
+    driver.run()
+    assert len(driver.tokens[2]) == 4
+    assert device.launches == []
+
+
+def test_time_in_which_two_steps_are_in_flight_is_counted_once(
+    make_overlapping: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr("engine.overlap.time", SimpleNamespace(monotonic_ns=lambda: next(clock)))
+    driver, _ = make_overlapping()
+    driver.add(1, [1], max_tokens=20)
+    driver.run()
+    assert 0 < driver.core.stats()["forward_ns"] < next(clock)
+
+
 def test_a_step_that_cannot_be_launched_fails_its_requests_and_the_engine_lives(
     make_overlapping: Any, hashed_tokens: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -372,12 +382,9 @@ def test_a_row_whose_sampling_raises_fails_alone_and_nobody_else_notices(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = tiny_model("llama").config()
-    plain = make_driver(config) if is_real else make_overlapping()[0]
-    driver = make_driver(config) if is_real else make_overlapping()[0]
-    if is_real:
-        core: EngineCore = driver.core
-        driver.core = Patient(OverlappingCore(core, TorchDevice(core._runner), core._runner.block_size))  # type: ignore[arg-type]
+    tiny = tiny_model("llama")
+    plain = make_driver(tiny.config()) if is_real else make_overlapping()[0]
+    driver = make_driver(tiny.config(overlap="on")) if is_real else make_overlapping()[0]
     for each in (plain, driver):
         each.add(1, [1, 2], max_tokens=9, temperature=1.5, seed=1)
         each.add(2, [3], max_tokens=9, temperature=1.5, seed=2, top_p=0.9)
@@ -390,7 +397,6 @@ def test_a_row_whose_sampling_raises_fails_alone_and_nobody_else_notices(
         return engine_rng.uniforms(seeds, indexes)
 
     monkeypatch.setattr("engine.sampler.uniforms", uniforms)
-    monkeypatch.setattr("engine.device_sampler.uniforms", uniforms)
     driver.add(4, [5], max_tokens=9, temperature=1.5, seed=66, forks=(Fork(5, 67),))
     driver.run()
     assert driver.failures == {4: "sampling failed: no luck"}
@@ -404,7 +410,7 @@ def test_a_row_whose_sampling_raises_fails_alone_and_nobody_else_notices(
 def test_a_real_model_on_the_real_device_gives_the_synchronous_cores_tokens(
     name: str, tiny_model: Callable[[str], Any], make_driver: MakeDriver
 ) -> None:
-    config = tiny_model(name).config(block_size=4, kv_cache_tokens=96, max_num_batched_tokens=16)
+    tiny, small = tiny_model(name), {"block_size": 4, "kv_cache_tokens": 96, "max_num_batched_tokens": 16}
     rng = np.random.default_rng(3)
     samplings: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -413,9 +419,8 @@ def test_a_real_model_on_the_real_device_gives_the_synchronous_cores_tokens(
         {"temperature": 2.0, "seed": 3, "top_k": 7, "min_p": 0.01},
     ]
     requests = [(rng.integers(0, 300, 3 + 5 * n).tolist(), params) for n, params in enumerate(samplings)]
-    plain, driver = make_driver(config), make_driver(config)
-    core: EngineCore = driver.core
-    driver.core = Patient(OverlappingCore(core, TorchDevice(core._runner), 4))  # type: ignore[arg-type]
+    plain, driver = make_driver(tiny.config(**small)), make_driver(tiny.config(overlap="on", **small))
+    assert isinstance(driver.core, OverlappingCore)
     for each in (plain, driver):
         for handle, (prompt, params) in enumerate(requests):
             each.add(handle, prompt, max_tokens=30, **params)

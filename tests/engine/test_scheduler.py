@@ -109,6 +109,16 @@ def test_what_a_last_chunk_leaves_of_the_budget_goes_to_the_next_in_the_queue(ma
     assert chunks(step(scheduler)) == [(2, 3), (3, 4)]
 
 
+def test_of_a_prompt_whose_logprobs_are_wanted_a_step_takes_few_tokens(
+    make: MakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.scheduler._MAX_SCORED_TOKENS", 5)
+    scheduler = make()
+    scheduler.add(request(1, 12, num_prompt_logprobs=0))
+    scheduler.add(request(2, 9))
+    assert [chunks(step(scheduler)) for _ in range(3)] == [[(1, 5), (2, 9)], [(1, 5)], [(1, 2)]]
+
+
 def test_a_lower_priority_number_goes_first_and_equal_ones_by_arrival(make: MakeScheduler) -> None:
     scheduler = make(max_num_seqs=1)
     for handle, priority in ((1, 0), (2, 5), (3, -1), (4, 0)):
@@ -339,6 +349,18 @@ def test_forks_share_one_prefill_and_get_a_token_each_from_its_last_row(make: Ma
     assert len({table[0] for table in tables}) == 1
     assert len({table[1] for table in tables}) == 3
     assert {source for source, _ in plan.copies} == {tables[2][1]}
+
+
+def test_forks_tell_of_the_preemption_that_their_prompt_has_been_through(make: MakeScheduler) -> None:
+    scheduler = make(num_blocks=8, budget=FixedBudget(alone=20, beside_decodes=2))
+    scheduler.add(request(1, 7, max_tokens=20))
+    step(scheduler)
+    scheduler.add(request(10, 20, forks=FORKS))
+    while not scheduler.num_preemptions:
+        step(scheduler)
+    scheduler.drop([1])
+    plan = step(scheduler)
+    assert [(one.handle, one.num_preemptions) for one in plan.sampled] == [(10, 1), (11, 1), (12, 1)]
 
 
 def test_forks_of_a_prompt_of_whole_blocks_copy_nothing(make: MakeScheduler) -> None:

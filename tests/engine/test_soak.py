@@ -127,16 +127,14 @@ def soak(traffic: Traffic, num_sequences: int) -> None:
     traffic.run(num_sequences - num_sequences // 4)
     gc.collect()
     grown = sys.getallocatedblocks() - before
-    counters, figures = core.cache_counters, core.idle_step()
+    stats, figures = core.stats(), core.idle_step()
     ends = f"{traffic.num_refused} refused, {traffic.num_checked} checked"
-    print(f"{figures.num_preemptions} preemptions, {counters}, {ends}, {grown} objects more")
+    print(f"{figures.num_preemptions} preemptions, {stats}, {ends}, {grown} objects more")
     assert core._pool.num_used == 0
     assert (figures.num_running, figures.num_waiting) == (0, 0)
-    assert (
-        grown < 2000 + num_sequences // 50
-    )  # three times as many requests have come since: far less than one block each
+    assert grown < 2000 + num_sequences // 50  # three times as many requests have come since: far less than one each
     assert traffic.num_checked > num_sequences // 5 > traffic.num_refused
-    assert min(figures.num_preemptions, counters.num_hit_tokens, counters.num_evictions) > num_sequences // 50
+    assert min(figures.num_preemptions, stats["num_hit_tokens"], stats["num_evictions"]) > num_sequences // 50
 
 
 @pytest.mark.parametrize(
