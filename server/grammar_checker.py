@@ -80,6 +80,8 @@ class GrammarChecker:
             names_tokens = any(message.startswith(_NEEDS_TOKENIZER) for message in messages)
             error = begin(grammar, self._full_tokenizer() if names_tokens else self._bytes)
         if error:
+            for part in grammar.parts() if isinstance(grammar, Grammar) else ():
+                self._check(part)
             field = grammar.field if isinstance(grammar, Grammar) else "grammar"
             raise RequestError(f"{field}: {' '.join(error.split())[:_MAX_MESSAGE_CHARS]}", param=field)
 

@@ -4,7 +4,7 @@ Knows the fields: OpenAI's response_format, vLLM's structured_outputs and the ol
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -24,10 +24,12 @@ _ESCAPES = 'nrbtf\\"'
 class Grammar(str):
     """A grammar in llguidance's notation, and the request field that it comes from.
 
+    `parts` makes grammars of other fields that it was put together from: where it is wrong, one of them may be why.
     A plain str, whatever made it, does as SamplingParams.grammar too.
     """
 
     field: str = "grammar"
+    parts: "Callable[[], Iterable[Grammar]]" = tuple
     is_written: bool = False  # by people, of terminals that may begin as others do: no alternative can stand beside it
 
     @property
