@@ -75,11 +75,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
 
     def encode_requests(self, response_id: str) -> list[EncodeRequest]:
         """Return what the engine is asked for."""
-        inputs, truncation = self.inputs(), None
-        if self.truncate_prompt_tokens is not None:
-            truncation = Truncation(
-                max_tokens=self.truncate_prompt_tokens, keeps_end=self.truncation_side in (None, "left")
-            )
+        inputs, truncation = self.inputs(), Truncation.of(self.truncate_prompt_tokens, self.truncation_side)
         return [
             EncodeRequest(
                 request_id=f"{response_id}-{i}",

@@ -74,6 +74,11 @@ class Truncation:
     max_tokens: int
     keeps_end: bool = True  # else the beginning
 
+    @classmethod
+    def of(cls, max_tokens: int | None, side: str | None) -> "Truncation | None":
+        """Return what `truncate_prompt_tokens` and `truncation_side` ask for; None: nothing."""
+        return None if max_tokens is None else cls(max_tokens=max_tokens, keeps_end=side in (None, "left"))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessedRequest:

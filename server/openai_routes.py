@@ -142,11 +142,7 @@ async def _process(
     prompts: _Prompts,
     times: _Times,
 ) -> list[ProcessedRequest]:
-    truncation = None
-    if body.truncate_prompt_tokens is not None:
-        truncation = Truncation(
-            max_tokens=body.truncate_prompt_tokens, keeps_end=body.truncation_side in (None, "left")
-        )
+    truncation = Truncation.of(body.truncate_prompt_tokens, body.truncation_side)
     return await serving.llm.input_processor.process_all(
         [
             GenerateRequest(

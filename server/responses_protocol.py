@@ -240,10 +240,6 @@ class ResponseRequest(GenerationFields, kw_only=True):
             _check(form.name is not None, "text.format.name", form.name, "json_schema needs a name")
 
     def _check_tools(self) -> None:
-        _check(
-            len(self.tools or ()) <= chat_tools.MAX_TOOLS, "tools", f"{len(self.tools or ())} tools",
-            f"at most {chat_tools.MAX_TOOLS}",
-        )  # fmt: skip
         for i, tool in enumerate(self.tools or ()):
             _check(
                 tool.type == "function", f"tools[{i}].type", tool.type,

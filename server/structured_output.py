@@ -32,11 +32,6 @@ class Grammar(str):
     parts: "Callable[[], Iterable[Grammar]]" = tuple
     is_written: bool = False  # by people, of terminals that may begin as others do: no alternative can stand beside it
 
-    @property
-    def text(self) -> str:
-        """What the engine gets."""
-        return str(self)
-
 
 def _named(text: str, field: str) -> Grammar:
     grammar = Grammar(text)
@@ -108,7 +103,7 @@ def choice(choices: Sequence[str], *, field: str = "choice") -> Grammar:
     if not is_list or not all(isinstance(each, str) for each in choices):
         raise RequestError(f"{field} is {shown(choices)}: must be a list of texts, at least one", param=field)
     # One terminal, which is one automaton; as alternatives of a rule, thousands would be too complex.
-    texts = " | ".join(_quote(each) for each in choices if each)
+    texts = " | ".join(quote(each) for each in choices if each)
     if "" not in choices:
         return _named(f"start: CHOICE\nCHOICE: {texts}", field)
     return _named(f"start: CHOICE?\nCHOICE: {texts}" if texts else 'start: ""', field)
@@ -126,9 +121,6 @@ def ebnf(text: str, *, field: str = "grammar") -> Grammar:
         raise RequestError(f"{field}: {exc}", param=field) from exc
     grammar.is_written = True
     return grammar
-
-
-lark = ebnf
 
 
 class StructuredFields(Protocol):
@@ -229,6 +221,6 @@ def _text(value: Any, field: str) -> str:
     return value
 
 
-def _quote(text: str) -> str:
+def quote(text: str) -> str:
     """Return a text as Lark writes it: like JSON, in ASCII without control characters."""
     return json.dumps(text).replace("\x7f", r"\u007f")

@@ -10,7 +10,7 @@ import msgspec
 from server import json_schema
 from server.chat_parser import ChatParsing
 from server.errors import RequestError
-from server.structured_output import MAX_GRAMMAR_BYTES, Grammar, json_rule, with_form
+from server.structured_output import MAX_GRAMMAR_BYTES, Grammar, json_rule, quote, with_form
 from server.tool_parser import CallSyntax
 from server.tools import MAX_CALLS, FunctionDefinition, ToolUse, parameters_field, parameters_schema, thought_rules
 
@@ -101,8 +101,4 @@ def _expression(text: str, markers: dict[str, int | None]) -> str:
 def _piece(piece: str, token_id: int | None) -> str:
     if token_id is not None:
         return f"<[{token_id}]>"
-    return '"\\n"?' if piece == "\n" else _quote(piece)
-
-
-def _quote(text: str) -> str:
-    return msgspec.json.encode(text).decode()
+    return '"\\n"?' if piece == "\n" else quote(piece)

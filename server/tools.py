@@ -261,17 +261,14 @@ def parameters_schema(function: FunctionDefinition) -> dict[str, Any]:
 
 
 def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message, as ChatMessage.to_template makes it, with its calls as the system's turn has them written."""
     calls = message.get("tool_calls")
     if not calls:
         return message
     texts = [message["content"]] if message["content"] else []
     for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise RequestError(f"messages has a tool call {shown(call)}: it has no function", param="messages")
-        arguments = function.get("arguments", "{}")
-        raw = arguments if isinstance(arguments, str) else _encode(arguments)
-        texts.append(f'<tool_call>{{"name": {_encode(function.get("name"))}, "arguments": {raw}}}</tool_call>')
+        name, arguments = _encode(call["function"]["name"]), _encode(call["function"]["arguments"])
+        texts.append(f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>')
     return {**message, "content": "\n".join(texts)}
 
 
