@@ -1,6 +1,5 @@
 """From a prompt and sampling parameters to engine requests: render, tokenize, validate. Knows no HTTP."""
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from server.model_info import ModelInfo
 from server.outputs import OutputKind
 from server.sampling_params import SamplingParams
 from server.trace_headers import TraceHeaders, current_trace_headers
+from server.workers import run_near
 from shm_transport.messages import AddRequest, Fork
 from shm_transport.records import Pooling
 
@@ -142,9 +142,8 @@ class InputProcessor:
         if template is None:
             raise RequestError("this model has no chat template: use /v1/completions, or start with --chat-template")
         is_small = sum(map(_message_items, prompt.messages)) <= _INLINE_ITEMS
-        if is_small and not (prompt.tools or prompt.documents or prompt.extra):
-            return template.render(prompt)
-        return await asyncio.to_thread(template.render, prompt)
+        has_more = prompt.tools or prompt.documents or prompt.extra
+        return await run_near(is_small and not has_more, template.render, prompt)
 
     async def process(self, request: GenerateRequest) -> ProcessedRequest:
         """Process one request; errors as process_all."""
@@ -290,9 +289,8 @@ _Request = TypeVar("_Request", GenerateRequest, EncodeRequest)
 
 async def _each(process: Callable[[_Request], ProcessedRequest], requests: list[_Request]) -> list[ProcessedRequest]:
     """Process requests, on a thread if there is much of them."""
-    if sum(map(_num_items, requests)) <= _INLINE_ITEMS:
-        return [process(request) for request in requests]
-    return await asyncio.to_thread(lambda: [process(request) for request in requests])
+    is_short = sum(map(_num_items, requests)) <= _INLINE_ITEMS
+    return await run_near(is_short, lambda: [process(request) for request in requests])
 
 
 def _num_items(request: GenerateRequest | EncodeRequest) -> int:
