@@ -233,6 +233,12 @@ class InputProcessor:
         self._check_token_ids("bad_token_ids", params.bad_token_ids)
         self._check_token_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
         self._check_logprobs(params)
+        bad_token_ids = params.bad_token_ids + tuple(map(self._bad_token_id, params.bad_words))
+        if params.allowed_token_ids and set(params.allowed_token_ids) <= set(bad_token_ids):
+            raise RequestError(
+                "allowed_token_ids holds only tokens that bad_words or bad_token_ids exclude: allow others too",
+                param="allowed_token_ids",
+            )
         extra_eos = () if params.ignore_eos else model.extra_eos_token_ids
         return ProcessedRequest(
             request_id=request.request_id,
@@ -243,7 +249,7 @@ class InputProcessor:
             eos_token_id=-1 if params.ignore_eos else model.eos_token_id,
             stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *extra_eos))),
             first_index=request.first_index,
-            bad_token_ids=params.bad_token_ids + tuple(map(self._bad_token_id, params.bad_words)),
+            bad_token_ids=bad_token_ids,
             priority=request.priority,
             cache_salt=request.cache_salt,
             arrival_ns=request.arrival_ns,
