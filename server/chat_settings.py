@@ -1,6 +1,5 @@
 """How this server's model calls tools and shows its reasoning: from its chat template and the command line."""
 
-import asyncio
 from dataclasses import dataclass, replace
 
 from server.chat_parser import ChatParsing
@@ -10,6 +9,7 @@ from server.reasoning import ends_in_reasoning
 from server.tool_formats import FORMATS, format_of_template
 from server.tool_parser import ToolFormat
 from server.tools import ToolUse
+from server.workers import run_near
 
 TOOL_PARSERS = ("auto", *FORMATS, "none")
 REASONING_PARSERS = ("none", "think")
@@ -60,9 +60,9 @@ class ChatSettings:
         Raises:
             RequestError: As ChatCompletionRequest.chat_prompt and `prompt`.
         """
-        if len(request.messages) <= _INLINE_MESSAGES and not any(message.tool_calls for message in request.messages):
-            return self.prompt(request.chat_prompt(), use)
-        return await asyncio.to_thread(lambda: self.prompt(request.chat_prompt(), use))
+        has_calls = any(message.tool_calls for message in request.messages)
+        is_short = len(request.messages) <= _INLINE_MESSAGES and not has_calls
+        return await run_near(is_short, lambda: self.prompt(request.chat_prompt(), use))
 
     def parsing(self, use: ToolUse | None, prompt: str, *, include_reasoning: bool) -> ChatParsing | None:
         """Return how to read the answers to a prompt; None: they are plain text."""

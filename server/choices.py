@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from server.chunks import Shown, StreamIdentity
+from server.chunks import Shown, StreamIdentity, Usage
 from server.input_processor import ProcessedRequest
 from server.logprob_format import PromptLogprobs, TokenNames
 from server.outputs import CompletionOutput, RequestOutput
@@ -75,17 +75,15 @@ def _choice_rest(output: CompletionOutput, shown: Shown) -> dict[str, Any]:
 def _answer(answer: Answer, kind: str, choice: ChoiceFormat) -> dict[str, Any]:
     identity = answer.identity
     outputs = [output for request_output in answer.outputs for output in request_output.outputs]
-    prompt_tokens = sum(len(request.prompt_token_ids) for request in answer.requests)
-    completion_tokens = sum(output.num_tokens for output in outputs)
-    cached_tokens = sum(request_output.num_cached_tokens for request_output in answer.outputs)
-    usage = {
-        "prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + completion_tokens,
-        "completion_tokens": completion_tokens, "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }  # fmt: skip
+    usage = Usage(
+        prompt_tokens=sum(len(request.prompt_token_ids) for request in answer.requests),
+        completion_tokens=sum(output.num_tokens for output in outputs),
+        cached_tokens=sum(request_output.num_cached_tokens for request_output in answer.outputs),
+    )
     return {
         "id": identity.response_id, "object": kind, "created": identity.created, "model": identity.model,
         "choices": [choice(output, answer.shown) for output in outputs], "service_tier": None,
-        "system_fingerprint": identity.fingerprint, "usage": usage,
+        "system_fingerprint": identity.fingerprint, "usage": msgspec.Raw(usage.to_json()),
     }  # fmt: skip
 
 

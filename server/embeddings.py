@@ -25,7 +25,7 @@ from server.request_body import read_body
 from server.request_id import HEADER, request_id
 from server.serving import Serving
 from server.sink import until_disconnect
-from server.workers import run_all
+from server.workers import run_all, run_near
 from shm_transport.records import Pooling
 
 T = TypeVar("T")
@@ -75,11 +75,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
 
     def encode_requests(self, response_id: str) -> list[EncodeRequest]:
         """Return what the engine is asked for."""
-        inputs, truncation = self.inputs(), None
-        if self.truncate_prompt_tokens is not None:
-            truncation = Truncation(
-                max_tokens=self.truncate_prompt_tokens, keeps_end=self.truncation_side in (None, "left")
-            )
+        inputs, truncation = self.inputs(), Truncation.of(self.truncate_prompt_tokens, self.truncation_side)
         return [
             EncodeRequest(
                 request_id=f"{response_id}-{i}",
@@ -152,10 +148,7 @@ async def embeddings(request: Request) -> ASGIApp:
         usage=EmbeddingUsage(num_tokens, num_tokens),
     )  # fmt: skip
     rows = _cut(np.stack([output.embedding for output in outputs]), body)
-    if rows.size <= _INLINE_NUMBERS:
-        content = _encode(answer, rows, body.encoding_format)
-    else:
-        content = await asyncio.to_thread(_encode, answer, rows, body.encoding_format)
+    content = await run_near(rows.size <= _INLINE_NUMBERS, _encode, answer, rows, body.encoding_format)
     return Response(content, media_type="application/json", headers={HEADER: name})
 
 

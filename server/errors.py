@@ -59,6 +59,16 @@ class RequestError(ServerError, ValueError):
     type = "BadRequestError"
 
 
+def check_field(is_valid: bool, name: str, value: object, rule: str) -> None:
+    """Return if a request's field is valid.
+
+    Raises:
+        RequestError: Naming it, its value and the rule.
+    """
+    if not is_valid:
+        raise RequestError(f"{name} is {shown(value)}: {rule}", param=name)
+
+
 class AuthenticationError(RequestError):
     """The request carries no API key, or a wrong one."""
 

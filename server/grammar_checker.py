@@ -7,8 +7,9 @@ its time and memory, and the work is done without the GIL.
 import asyncio
 import random
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar
+from itertools import islice
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -29,12 +30,26 @@ class _Bytes:
 
     eos_token_id = 256
     bos_token_id = None
-    special_token_ids: ClassVar[list[int]] = [256]
-    tokens: ClassVar[list[bytes]] = [*(bytes([byte]) for byte in range(256)), b"<end>"]
+    special_token_ids: Sequence[int] = (256,)
+    tokens: Sequence[bytes] = (*(bytes([byte]) for byte in range(256)), b"<end>")
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Return a text's tokens."""
         return list(text if isinstance(text, bytes) else text.encode())
+
+
+class _NamedTokens(_Bytes):
+    """The same under a model's ids, with its added tokens: all that grammars can name.
+
+    The library reads a whole tokenizer with the GIL held: so long that every stream would stop. These are few.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added, data = tokenizer.added_tokens(), iter(range(256))
+        ids = range(tokenizer.vocab_size)
+        self.special_token_ids = [*added]
+        self.tokens = [added[i].encode() if i in added else bytes([*islice(data, 1)]) for i in ids]
+        self.eos_token_id = next(iter(added), 0)
 
 
 class GrammarChecker:
@@ -42,7 +57,7 @@ class GrammarChecker:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._library_tokenizer: LLTokenizer | None = None
+        self._named_tokens: LLTokenizer | None = None
         self._bytes = LLTokenizer(TokenizerWrapper(_Bytes()))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-check")
         self._good: OrderedDict[str, None] = OrderedDict()  # the newest last
@@ -78,15 +93,17 @@ class GrammarChecker:
         error = messages[0] if is_wrong else ""
         if not is_wrong:
             names_tokens = any(message.startswith(_NEEDS_TOKENIZER) for message in messages)
-            error = begin(grammar, self._full_tokenizer() if names_tokens else self._bytes)
+            error = begin(grammar, self._with_named_tokens() if names_tokens else self._bytes)
         if error:
+            for part in grammar.parts() if isinstance(grammar, Grammar) else ():
+                self._check(part)
             field = grammar.field if isinstance(grammar, Grammar) else "grammar"
             raise RequestError(f"{field}: {' '.join(error.split())[:_MAX_MESSAGE_CHARS]}", param=field)
 
-    def _full_tokenizer(self) -> LLTokenizer:
-        """Return the model's, for grammars that name special tokens; no others need its 50 MB."""
-        self._library_tokenizer = self._library_tokenizer or LLTokenizer(self._tokenizer.definition())
-        return self._library_tokenizer
+    def _with_named_tokens(self) -> LLTokenizer:
+        """Return the tokenizer for grammars that name tokens."""
+        self._named_tokens = self._named_tokens or LLTokenizer(TokenizerWrapper(_NamedTokens(self._tokenizer)))
+        return self._named_tokens
 
 
 def begin(grammar: str, tokenizer: LLTokenizer) -> str:

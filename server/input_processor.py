@@ -1,6 +1,5 @@
 """From a prompt and sampling parameters to engine requests: render, tokenize, validate. Knows no HTTP."""
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from server.model_info import ModelInfo
 from server.outputs import OutputKind
 from server.sampling_params import SamplingParams
 from server.trace_headers import TraceHeaders, current_trace_headers
+from server.workers import run_near
 from shm_transport.messages import AddRequest, Fork
 from shm_transport.records import Pooling
 
@@ -73,6 +73,11 @@ class Truncation:
 
     max_tokens: int
     keeps_end: bool = True  # else the beginning
+
+    @classmethod
+    def of(cls, max_tokens: int | None, side: str | None) -> "Truncation | None":
+        """Return what `truncate_prompt_tokens` and `truncation_side` ask for; None: nothing."""
+        return None if max_tokens is None else cls(max_tokens=max_tokens, keeps_end=side in (None, "left"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,9 +142,8 @@ class InputProcessor:
         if template is None:
             raise RequestError("this model has no chat template: use /v1/completions, or start with --chat-template")
         is_small = sum(map(_message_items, prompt.messages)) <= _INLINE_ITEMS
-        if is_small and not (prompt.tools or prompt.documents or prompt.extra):
-            return template.render(prompt)
-        return await asyncio.to_thread(template.render, prompt)
+        has_more = prompt.tools or prompt.documents or prompt.extra
+        return await run_near(is_small and not has_more, template.render, prompt)
 
     async def process(self, request: GenerateRequest) -> ProcessedRequest:
         """Process one request; errors as process_all."""
@@ -229,6 +233,12 @@ class InputProcessor:
         self._check_token_ids("bad_token_ids", params.bad_token_ids)
         self._check_token_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
         self._check_logprobs(params)
+        bad_token_ids = params.bad_token_ids + tuple(map(self._bad_token_id, params.bad_words))
+        if params.allowed_token_ids and set(params.allowed_token_ids) <= set(bad_token_ids):
+            raise RequestError(
+                "allowed_token_ids holds only tokens that bad_words or bad_token_ids exclude: allow others too",
+                param="allowed_token_ids",
+            )
         extra_eos = () if params.ignore_eos else model.extra_eos_token_ids
         return ProcessedRequest(
             request_id=request.request_id,
@@ -239,7 +249,7 @@ class InputProcessor:
             eos_token_id=-1 if params.ignore_eos else model.eos_token_id,
             stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *extra_eos))),
             first_index=request.first_index,
-            bad_token_ids=params.bad_token_ids + tuple(map(self._bad_token_id, params.bad_words)),
+            bad_token_ids=bad_token_ids,
             priority=request.priority,
             cache_salt=request.cache_salt,
             arrival_ns=request.arrival_ns,
@@ -285,9 +295,8 @@ _Request = TypeVar("_Request", GenerateRequest, EncodeRequest)
 
 async def _each(process: Callable[[_Request], ProcessedRequest], requests: list[_Request]) -> list[ProcessedRequest]:
     """Process requests, on a thread if there is much of them."""
-    if sum(map(_num_items, requests)) <= _INLINE_ITEMS:
-        return [process(request) for request in requests]
-    return await asyncio.to_thread(lambda: [process(request) for request in requests])
+    is_short = sum(map(_num_items, requests)) <= _INLINE_ITEMS
+    return await run_near(is_short, lambda: [process(request) for request in requests])
 
 
 def _num_items(request: GenerateRequest | EncodeRequest) -> int:

@@ -28,6 +28,7 @@ from server.request_id import HEADER, request_id
 from server.sampling_params import SamplingParams
 from server.serving import Serving, StreamResponse, collect
 from server.tool_grammar import answer_grammar
+from server.workers import run_near
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +131,7 @@ async def _answer(
         num_prompt_logprobs=body.prompt_logprobs,
     )  # fmt: skip
     is_long = shown.logprobs is not None or answer.num_prompt_logprobs is not None
-    content = await asyncio.to_thread(endpoint.answer, answer) if is_long else endpoint.answer(answer)
+    content = await run_near(not is_long, endpoint.answer, answer)
     return JsonResponse(content, headers={HEADER: name})
 
 
@@ -142,11 +143,7 @@ async def _process(
     prompts: _Prompts,
     times: _Times,
 ) -> list[ProcessedRequest]:
-    truncation = None
-    if body.truncate_prompt_tokens is not None:
-        truncation = Truncation(
-            max_tokens=body.truncate_prompt_tokens, keeps_end=body.truncation_side in (None, "left")
-        )
+    truncation = Truncation.of(body.truncate_prompt_tokens, body.truncation_side)
     return await serving.llm.input_processor.process_all(
         [
             GenerateRequest(

@@ -2,10 +2,8 @@
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
 
 from server.chat_parser import ChatParsing
 from server.errors import NotFoundError, RequestError, shown
@@ -19,13 +17,12 @@ from server.serving import Serving
 from server.structured_output import Grammar
 from server.tool_grammar import answer_grammar
 from server.tools import ToolUse
+from server.workers import run_near
 
 # What the input processor's errors call a field, and what this endpoint does.
 _FIELD_NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
 _INLINE_ITEMS = 128  # more are processed on a thread: so many take about half a millisecond
 _BYTES_PER_ITEM = 512
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +46,7 @@ class Plan:
     grammar: str
     use: ToolUse | None
     arrival_ns: int
-    deadline_s: float | None = None
+    deadline_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,23 +57,24 @@ class Prepared:
     parsing: ChatParsing | None
 
 
-async def make_plan(serving: Serving, body: ResponseRequest) -> Plan:
-    """Find what a checked request builds on.
+async def make_plan(
+    serving: Serving, body: ResponseRequest, *, arrival_ns: int, deadline_s: float | None = None
+) -> Plan:
+    """Find what a checked request builds on; times as GenerateRequest's.
 
     Raises:
         RequestError: Naming the field that is wrong.
         NotFoundError: If there is no such previous response.
     """
-    arrival_ns = time.monotonic_ns()
     with _own_field_names():
         params, use = body.params(serving.llm.model.sampling_defaults), body.tool_use()
     items = await _conversation(serving.responses, body)
     grammar = await _grammar(serving, body)
     is_stored = serving.responses.is_enabled and body.store is not False
-    stored_items = await _on_thread(len(items), encode_items, items) if is_stored else None
+    stored_items = await run_near(len(items) <= _INLINE_ITEMS, encode_items, items) if is_stored else None
     return Plan(
         serving=serving, body=body, response_id=new_id("resp"), items=items, stored_items=stored_items, params=params,
-        grammar=grammar, use=use, arrival_ns=arrival_ns,
+        grammar=grammar, use=use, arrival_ns=arrival_ns, deadline_s=deadline_s,
     )  # fmt: skip
 
 
@@ -120,14 +118,8 @@ async def _conversation(store: ResponseStore, body: ResponseRequest) -> list[Ite
     previous = store.get(body.previous_response_id)
     if previous is None:
         raise not_found(body.previous_response_id, "previous_response_id")
-    return await _on_thread(previous.num_bytes // _BYTES_PER_ITEM, previous.conversation) + items
-
-
-async def _on_thread(num_items: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do what grows with a conversation: here if it is short, else where it holds nobody up."""
-    if num_items <= _INLINE_ITEMS:
-        return work(*args, **kwargs)
-    return await asyncio.to_thread(work, *args, **kwargs)
+    is_short = previous.num_bytes // _BYTES_PER_ITEM <= _INLINE_ITEMS
+    return await run_near(is_short, previous.conversation) + items
 
 
 def _num_pieces(items: list[Item]) -> int:
@@ -155,7 +147,8 @@ async def _prepare_from(plan: Plan, start: int) -> Prepared:
     """Render, tokenize and validate the items from number `start` on."""
     serving, body, use = plan.serving, plan.body, plan.use
     items = plan.items[start:]
-    prompt = serving.chat.prompt(await _on_thread(_num_pieces(items), body.chat_prompt, items), use)
+    prompt = await run_near(_num_pieces(items) <= _INLINE_ITEMS, body.chat_prompt, items)
+    prompt = serving.chat.prompt(prompt, use)
     text = await serving.llm.input_processor.render_chat(prompt)
     parsing = serving.chat.parsing(use, text, include_reasoning=body.include_reasoning is not False)
     if parsing is not None and body.wants_logprobs:

@@ -7,7 +7,7 @@ import msgspec
 from server import structured_output
 from server import tools as chat_tools
 from server.chat_template import ChatPrompt
-from server.errors import RequestError, shown
+from server.errors import RequestError, check_field, shown
 from server.generation_fields import NEUTRAL, GenerationFields
 from server.response_items import Item, chat_messages
 from server.sampling_params import SamplingParams
@@ -153,7 +153,7 @@ class ResponseRequest(GenerationFields, kw_only=True):
         Raises:
             RequestError: If a value is out of its range.
         """
-        _check(
+        check_field(
             self.wants_logprobs or not self.top_logprobs, "top_logprobs", self.top_logprobs,
             f"name {LOGPROBS} in include, or leave it out",
         )  # fmt: skip
@@ -215,50 +215,48 @@ class ResponseRequest(GenerationFields, kw_only=True):
         return chat_tools.tool_use(given, _chat_choice(self.tool_choice), self.parallel_tool_calls)
 
     def _check_ranges(self) -> None:
-        _check(
+        check_field(
             self.max_output_tokens is None or self.max_output_tokens >= 1, "max_output_tokens", self.max_output_tokens,
             "must be at least 1",
         )  # fmt: skip
         limit = _MAX_TOP_LOGPROBS
-        _check(0 <= (self.top_logprobs or 0) <= limit, "top_logprobs", self.top_logprobs, f"must be from 0 to {limit}")
+        check_field(
+            0 <= (self.top_logprobs or 0) <= limit, "top_logprobs", self.top_logprobs, f"must be from 0 to {limit}"
+        )
         metadata = self.metadata or {}
         is_small = len(metadata) <= _MAX_METADATA and all(len(k) <= 64 and len(v) <= 512 for k, v in metadata.items())
-        _check(
+        check_field(
             is_small, "metadata", metadata,
             f"at most {_MAX_METADATA} pairs, keys of at most 64 and values of at most 512 characters",
         )  # fmt: skip
 
     def _check_text(self) -> None:
         text = self.text or TextConfig()
-        _check(
+        check_field(
             text.verbosity in (None, "medium"), "text.verbosity", text.verbosity,
             "this server does not support it, leave it out",
         )  # fmt: skip
         form = text.format
         if form is not None and form.type == "json_schema":
-            _check(form.schema is not None, "text.format.schema", form.schema, "json_schema needs a schema")
-            _check(form.name is not None, "text.format.name", form.name, "json_schema needs a name")
+            check_field(form.schema is not None, "text.format.schema", form.schema, "json_schema needs a schema")
+            check_field(form.name is not None, "text.format.name", form.name, "json_schema needs a name")
 
     def _check_tools(self) -> None:
-        _check(
-            len(self.tools or ()) <= chat_tools.MAX_TOOLS, "tools", f"{len(self.tools or ())} tools",
-            f"at most {chat_tools.MAX_TOOLS}",
-        )  # fmt: skip
         for i, tool in enumerate(self.tools or ()):
-            _check(
+            check_field(
                 tool.type == "function", f"tools[{i}].type", tool.type,
                 "this server has no tools of its own, only the client's functions",
             )  # fmt: skip
-            _check(bool(tool.name), f"tools[{i}].name", tool.name, "a function needs a name")
+            check_field(bool(tool.name), f"tools[{i}].name", tool.name, "a function needs a name")
         choice = self.tool_choice
         if isinstance(choice, ToolChoice):
-            _check(
+            check_field(
                 choice.type in ("function", "allowed_tools"), "tool_choice.type", choice.type,
                 "must be function or allowed_tools",
             )  # fmt: skip
             is_named = bool(choice.name) if choice.type == "function" else bool(choice.tools)
             name = "name" if choice.type == "function" else "tools"
-            _check(is_named, f"tool_choice.{name}", getattr(choice, name), "must say which of the tools")
+            check_field(is_named, f"tool_choice.{name}", getattr(choice, name), "must say which of the tools")
 
 
 def _chat_choice(choice: ToolChoice | Literal["none", "auto", "required"] | None) -> chat_tools.ToolChoice | None:
@@ -287,14 +285,9 @@ def item_list(items: list[Item], *, limit: int, after: str | None, is_ascending:
     start = 0
     if after is not None:
         start = next((i + 1 for i, item in enumerate(listed) if item["id"] == after), -1)
-        _check(start >= 0, "after", after, "is none of this response's input items")
+        check_field(start >= 0, "after", after, "is none of this response's input items")
     page = listed[start : start + limit]
     return {
         "object": "list", "data": page, "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None, "has_more": start + limit < len(listed),
     }  # fmt: skip
-
-
-def _check(is_valid: bool, name: str, value: object, rule: str) -> None:
-    if not is_valid:
-        raise RequestError(f"{name} is {shown(value)}: {rule}", param=name)

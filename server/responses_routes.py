@@ -5,7 +5,6 @@ is not: it was aborted, and nobody was told its end.
 """
 
 import functools
-from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,7 +34,8 @@ async def create(request: Request) -> ASGIApp:
     body = await _read(request)
     name = request_id(request, body.request_id)
     serving.llm.check_admission(1)
-    plan = replace(await make_plan(serving, body), deadline_s=deadline_s(request, body.timeout_s))
+    ends_s = deadline_s(request, body.timeout_s)
+    plan = await make_plan(serving, body, arrival_ns=request.state.arrival_ns, deadline_s=ends_s)
     prepared = await prepare(plan)
     events = _events(plan, prepared)
     if body.stream:
@@ -48,7 +48,8 @@ async def create(request: Request) -> ASGIApp:
 
 async def count_input_tokens(request: Request) -> ASGIApp:
     """POST /v1/responses/input_tokens: what a request's input would count for, without running it."""
-    prepared = await prepare(await make_plan(request.app.state.serving, await _read(request)))
+    body = await _read(request)
+    prepared = await prepare(await make_plan(request.app.state.serving, body, arrival_ns=request.state.arrival_ns))
     count = len(prepared.request.prompt_token_ids)
     return JsonResponse({"object": "response.input_tokens", "input_tokens": count})
 

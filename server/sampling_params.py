@@ -3,7 +3,7 @@
 import secrets
 from dataclasses import dataclass, replace
 
-from server.errors import RequestError, shown
+from server.errors import check_field
 from shm_transport.records import MAX_LOGPROBS
 
 MAX_N = 128
@@ -52,17 +52,21 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raise RequestError for a value out of its range."""
-        _check(1 <= self.n <= MAX_N, "n", self.n, f"must be from 1 to {MAX_N}")
-        _check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", self.max_tokens, "must be at least 0")
-        _check(self.stream_interval >= 1, "stream_interval", self.stream_interval, "must be at least 1")
-        _check(self.min_tokens >= 0, "min_tokens", self.min_tokens, "must be at least 0")
+        check_field(1 <= self.n <= MAX_N, "n", self.n, f"must be from 1 to {MAX_N}")
+        check_field(
+            self.max_tokens is None or self.max_tokens >= 0, "max_tokens", self.max_tokens, "must be at least 0"
+        )
+        check_field(self.stream_interval >= 1, "stream_interval", self.stream_interval, "must be at least 1")
+        check_field(self.min_tokens >= 0, "min_tokens", self.min_tokens, "must be at least 0")
         # `not (a <= x <= b)` and not `x < a`, which NaN passes
-        _check(0 <= self.temperature <= 2, "temperature", self.temperature, "must be from 0 to 2")
-        _check(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0 and at most 1")
-        _check(-1 <= self.top_k < 2**31, "top_k", self.top_k, "must be at least 1, or 0 or -1 to switch it off")
-        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "must be from 0 to 1")
-        _check(self.seed is None or -_INT64 <= self.seed < _INT64, "seed", self.seed, "must be a 64-bit integer")
-        _check(self.n == 1 or not self.is_greedy, "n", self.n, "must be 1 with temperature 0: all would be the same")
+        check_field(0 <= self.temperature <= 2, "temperature", self.temperature, "must be from 0 to 2")
+        check_field(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0 and at most 1")
+        check_field(-1 <= self.top_k < 2**31, "top_k", self.top_k, "must be at least 1, or 0 or -1 to switch it off")
+        check_field(0 <= self.min_p <= 1, "min_p", self.min_p, "must be from 0 to 1")
+        check_field(self.seed is None or -_INT64 <= self.seed < _INT64, "seed", self.seed, "must be a 64-bit integer")
+        check_field(
+            self.n == 1 or not self.is_greedy, "n", self.n, "must be 1 with temperature 0: all would be the same"
+        )
         self._check_stops()
         self._check_penalties()
         self._check_logprobs("logprobs", self.logprobs)
@@ -88,29 +92,26 @@ class SamplingParams:
         # Logits are divided by it: far smaller ones would leave the numbers that a float has.
         penalty, largest = self.repetition_penalty, MAX_REPETITION_PENALTY
         limits = f"must be from {1 / largest:g} to {largest:g}"
-        _check(1 / largest <= penalty <= largest, "repetition_penalty", penalty, limits)
+        check_field(1 / largest <= penalty <= largest, "repetition_penalty", penalty, limits)
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
-            _check(-2 <= value <= 2, name, value, "must be from -2 to 2")
+            check_field(-2 <= value <= 2, name, value, "must be from -2 to 2")
         for name in ("logit_bias", "allowed_token_ids", "bad_token_ids", "bad_words"):
             count = len(getattr(self, name))
-            _check(count <= MAX_BIASED_TOKENS, name, f"{count} entries", f"at most {MAX_BIASED_TOKENS}")
+            check_field(count <= MAX_BIASED_TOKENS, name, f"{count} entries", f"at most {MAX_BIASED_TOKENS}")
         for token_id, bias in self.logit_bias:
-            _check(-100 <= bias <= 100, f"logit_bias.{token_id}", bias, "must be from -100 to 100")
+            check_field(-100 <= bias <= 100, f"logit_bias.{token_id}", bias, "must be from -100 to 100")
 
     def _check_logprobs(self, name: str, value: int | None) -> None:
-        _check(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"must be from 0 to {MAX_LOGPROBS}")
+        check_field(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"must be from 0 to {MAX_LOGPROBS}")
 
     def _check_stops(self) -> None:
-        _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS}")
+        check_field(
+            len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS}"
+        )
         for stop in self.stop:
-            _check(stop != "", "stop", stop, "must not hold an empty string: it is in every text")
+            check_field(stop != "", "stop", stop, "must not hold an empty string: it is in every text")
             limit = f"must hold strings of at most {MAX_STOP_STRING_CHARS} characters"
-            _check(len(stop) <= MAX_STOP_STRING_CHARS, "stop", f"a string of {len(stop)}", limit)
+            check_field(len(stop) <= MAX_STOP_STRING_CHARS, "stop", f"a string of {len(stop)}", limit)
         count = len(self.stop_token_ids)
-        _check(count <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"{count} ids", f"at most {MAX_STOP_TOKEN_IDS}")
-
-
-def _check(is_valid: bool, name: str, value: object, rule: str) -> None:
-    if not is_valid:
-        raise RequestError(f"{name} is {shown(value)}: {rule}", param=name)
+        check_field(count <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"{count} ids", f"at most {MAX_STOP_TOKEN_IDS}")

@@ -4,7 +4,7 @@ Knows the fields: OpenAI's response_format, vLLM's structured_outputs and the ol
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -24,16 +24,13 @@ _ESCAPES = 'nrbtf\\"'
 class Grammar(str):
     """A grammar in llguidance's notation, and the request field that it comes from.
 
+    `parts` makes grammars of other fields that it was put together from: where it is wrong, one of them may be why.
     A plain str, whatever made it, does as SamplingParams.grammar too.
     """
 
     field: str = "grammar"
+    parts: "Callable[[], Iterable[Grammar]]" = tuple
     is_written: bool = False  # by people, of terminals that may begin as others do: no alternative can stand beside it
-
-    @property
-    def text(self) -> str:
-        """What the engine gets."""
-        return str(self)
 
 
 def _named(text: str, field: str) -> Grammar:
@@ -106,7 +103,7 @@ def choice(choices: Sequence[str], *, field: str = "choice") -> Grammar:
     if not is_list or not all(isinstance(each, str) for each in choices):
         raise RequestError(f"{field} is {shown(choices)}: must be a list of texts, at least one", param=field)
     # One terminal, which is one automaton; as alternatives of a rule, thousands would be too complex.
-    texts = " | ".join(_quote(each) for each in choices if each)
+    texts = " | ".join(quote(each) for each in choices if each)
     if "" not in choices:
         return _named(f"start: CHOICE\nCHOICE: {texts}", field)
     return _named(f"start: CHOICE?\nCHOICE: {texts}" if texts else 'start: ""', field)
@@ -124,9 +121,6 @@ def ebnf(text: str, *, field: str = "grammar") -> Grammar:
         raise RequestError(f"{field}: {exc}", param=field) from exc
     grammar.is_written = True
     return grammar
-
-
-lark = ebnf
 
 
 class StructuredFields(Protocol):
@@ -227,6 +221,6 @@ def _text(value: Any, field: str) -> str:
     return value
 
 
-def _quote(text: str) -> str:
+def quote(text: str) -> str:
     """Return a text as Lark writes it: like JSON, in ASCII without control characters."""
     return json.dumps(text).replace("\x7f", r"\u007f")

@@ -1,6 +1,5 @@
 """POST /tokenize and /detokenize, with vLLM's bodies: both on a thread where there is much to do."""
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ from server.model_info import ModelInfo
 from server.request_body import read_body
 from server.serving import Serving
 from server.tools import Tool
+from server.workers import run_near
 
 MAX_CHARACTERS = 2**21  # beyond any context; the library frees a longer text's tokens with the GIL held, for 0.1 s
 _INLINE_ITEMS = 4096  # characters or token ids; more are processed on a thread: so many take about a millisecond
@@ -85,8 +85,9 @@ async def tokenize(request: Request) -> ASGIApp:
         text, add_special_tokens = await _render(serving, body.chat()), bool(body.add_special_tokens)
     if len(text) > MAX_CHARACTERS:
         raise RequestError(f"the text has {len(text)} characters: at most {MAX_CHARACTERS}", param="prompt")
-    work = (_tokenize, serving.llm.model, text, add_special_tokens, bool(body.return_token_strs))
-    return JsonResponse(await _run(len(text), *work))
+    with_strings = bool(body.return_token_strs)
+    is_short = len(text) <= _INLINE_ITEMS
+    return JsonResponse(await run_near(is_short, _tokenize, serving.llm.model, text, add_special_tokens, with_strings))
 
 
 async def detokenize(request: Request) -> ASGIApp:
@@ -94,15 +95,12 @@ async def detokenize(request: Request) -> ASGIApp:
     serving: Serving = request.app.state.serving
     body = await read_body(request, DetokenizeRequest, serving.max_body_bytes)
     serving.check_model(body.model)
-    return JsonResponse(await _run(len(body.tokens), _detokenize, serving.llm.model, body.tokens))
+    is_short = len(body.tokens) <= _INLINE_ITEMS
+    return JsonResponse(await run_near(is_short, _detokenize, serving.llm.model, body.tokens))
 
 
 async def _render(serving: Serving, chat: ChatCompletionRequest) -> str:
     return await serving.llm.input_processor.render_chat(await serving.chat.prompt_of(chat, chat.tool_use()))
-
-
-async def _run(num_items: int, function: Any, *arguments: Any) -> Any:
-    return function(*arguments) if num_items <= _INLINE_ITEMS else await asyncio.to_thread(function, *arguments)
 
 
 def _tokenize(model: ModelInfo, text: str, add_special_tokens: bool, with_strings: bool) -> TokenizeResponse:

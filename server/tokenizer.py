@@ -57,9 +57,9 @@ class Tokenizer:
             raise StartupError(f"{path} is no valid tokenizer.json: {exc}") from exc
         return cls(library, _special_tokens(read_json(path.with_name("tokenizer_config.json"))))
 
-    def definition(self) -> str:
-        """Return the tokenizer.json that it is."""
-        return str(self._library.to_str())
+    def added_tokens(self) -> dict[int, str]:
+        """Return the tokens beside those of the vocabulary proper, special ones and others, by their ids."""
+        return {token_id: token.content for token_id, token in self._library.get_added_tokens_decoder().items()}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the text's token ids. Releases the GIL, which the library's `encode` holds: it may run on a thread."""

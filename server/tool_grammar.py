@@ -10,9 +10,9 @@ import msgspec
 from server import json_schema
 from server.chat_parser import ChatParsing
 from server.errors import RequestError
-from server.structured_output import MAX_GRAMMAR_BYTES, Grammar, json_rule, with_form
+from server.structured_output import MAX_GRAMMAR_BYTES, Grammar, json_rule, quote, with_form
 from server.tool_parser import CallSyntax
-from server.tools import MAX_CALLS, FunctionDefinition, ToolUse, parameters_schema, thought_rules
+from server.tools import MAX_CALLS, FunctionDefinition, ToolUse, parameters_field, parameters_schema, thought_rules
 
 SpecialTokenId = Callable[[str], int | None]
 
@@ -59,9 +59,9 @@ def _call_or_form(use: ToolUse, parsing: ChatParsing, form: str, special_token_i
     markers = {marker: special_token_id(marker) for marker in parsing.tools.markers}
     thought, thought_lines = thought_rules(parsing.reasoning)
     lines = [f"start: {thought}answer", "answer: calls | @form", *thought_lines, *_calls(use, syntax, markers)]
-    lines += [f"call_{i}: {_object(function, syntax.arguments)}" for i, function in enumerate(use.functions)]
+    lines += [f"call_{i}: {_object(i, function, syntax.arguments)}" for i, function in use.functions.items()]
     grammar = with_form("\n".join(lines), form)
-    grammar.field = "tools"  # the form has been checked alone
+    grammar.field, grammar.parts = "tools", use.schemas  # the form has been checked alone
     if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
         raise RequestError(f"tools and the form make a grammar of more than {MAX_GRAMMAR_BYTES} bytes", param="tools")
     return grammar
@@ -72,16 +72,16 @@ def _calls(use: ToolUse, syntax: CallSyntax, markers: dict[str, int | None]) -> 
         return _expression(text, markers)
 
     more = f"({written(syntax.separator)} call){{0,{MAX_CALLS - 1}}}" if use.is_parallel else ""
-    names = " | ".join(f"call_{i}" for i in range(len(use.functions)))
+    names = " | ".join(f"call_{place}" for place in use.functions)
     return [
         f"calls: {written(syntax.opening)} call {more} {written(syntax.closing)}",
         f"call: {written(syntax.call_opening)} ({names}) {written(syntax.call_closing)}",
     ]
 
 
-def _object(function: FunctionDefinition, key: str) -> str:
+def _object(place: int, function: FunctionDefinition, key: str) -> str:
     """Return the rule of a call's object; its terminals are those of JSON forms, whose beginnings it may share."""
-    schema = json_schema.prepare(parameters_schema(function), "tools")
+    schema = json_schema.prepare(parameters_schema(function), parameters_field(place))
     moved = msgspec.json.encode(schema).replace(b'"$ref":"#', b'"$ref":"#/properties/%b' % key.encode())
     whole = {
         "type": "object",
@@ -89,7 +89,7 @@ def _object(function: FunctionDefinition, key: str) -> str:
         "required": ["name", key],
         "additionalProperties": False,
     }
-    return json_rule(whole, field="tools", is_flexible=True)
+    return json_rule(whole, field=parameters_field(place), is_flexible=True)
 
 
 def _expression(text: str, markers: dict[str, int | None]) -> str:
@@ -101,8 +101,4 @@ def _expression(text: str, markers: dict[str, int | None]) -> str:
 def _piece(piece: str, token_id: int | None) -> str:
     if token_id is not None:
         return f"<[{token_id}]>"
-    return '"\\n"?' if piece == "\n" else _quote(piece)
-
-
-def _quote(text: str) -> str:
-    return msgspec.json.encode(text).decode()
+    return '"\\n"?' if piece == "\n" else quote(piece)

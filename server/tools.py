@@ -5,13 +5,14 @@ no model can miss: a list of {"name": ..., "parameters": ...}, or the arguments 
 """
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
 from server.errors import RequestError, shown
-from server.structured_output import MAX_GRAMMAR_BYTES, Grammar, json_rule
+from server.structured_output import MAX_GRAMMAR_BYTES, Grammar, from_json_schema, json_rule
 from server.tool_formats import NAMED, REQUIRED, TEXT
 from server.tool_parser import ToolFormat
 
@@ -77,19 +78,19 @@ class ToolUse:
     """What a request wants of its tools.
 
     Attributes:
-        functions: Those that the model is told of.
+        functions: Those that the model is told of, by their places in the request's `tools`.
         mode: none: it is told, and calls are not looked for; named: there is one function, and it is called.
         is_parallel: Whether an answer may have several calls.
     """
 
-    functions: tuple[FunctionDefinition, ...]
+    functions: Mapping[int, FunctionDefinition]
     mode: Literal["none", "auto", "required", "named"]
     is_parallel: bool = True
 
     @property
     def names(self) -> frozenset[str]:
         """The functions' names."""
-        return frozenset(function.name for function in self.functions)
+        return frozenset(function.name for function in self.functions.values())
 
     @property
     def is_forced(self) -> bool:
@@ -118,7 +119,7 @@ class ToolUse:
 
     def for_template(self) -> list[dict[str, Any]]:
         """Return `tools` as chat templates expect them."""
-        return [_shown_to_model(function) for function in self.functions]
+        return [_shown_to_model(function) for function in self.functions.values()]
 
     def grammar(self, reasoning: bool | None) -> Grammar:
         """Return the grammar of a forced call, in llguidance's Lark; each schema is a document with refs of its own.
@@ -130,21 +131,27 @@ class ToolUse:
             RequestError: If a schema cannot be followed, or they are too long.
         """
         thought, thought_lines = thought_rules(reasoning)
-        rules = [f"start: {thought}{'parameters_0' if self.mode == 'named' else 'calls'}", *thought_lines]
+        arguments = [f"parameters_{place}" for place in self.functions]
+        rules = [f"start: {thought}{arguments[0] if self.mode == 'named' else 'calls'}", *thought_lines]
         if self.mode == "required":
             more = f'(", " call){{0,{MAX_CALLS - 1}}} ' if self.is_parallel else ""
-            calls = [f"call_{i}" for i in range(len(self.functions))]
+            calls = [f"call_{place}" for place in self.functions]
             rules += [f'calls: "[" call {more}"]"', f"call: {' | '.join(calls)}"]
-            rules += [_call_rule(i, function.name) for i, function in enumerate(self.functions)]
+            rules += [_call_rule(place, function.name) for place, function in self.functions.items()]
         rules += [
-            f"parameters_{i}: {json_rule(parameters_schema(function), field='tools')}"
-            for i, function in enumerate(self.functions)
+            f"parameters_{place}: {json_rule(parameters_schema(function), field=parameters_field(place))}"
+            for place, function in self.functions.items()
         ]
         grammar = Grammar("\n".join(rules))
         if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
             raise RequestError(f"tools make a grammar of more than {MAX_GRAMMAR_BYTES} bytes", param="tools")
-        grammar.field = "tools"
+        grammar.field, grammar.parts = "tools", self.schemas
         return grammar
+
+    def schemas(self) -> Iterator[Grammar]:
+        """Make a grammar of each function's arguments alone."""
+        for place, function in self.functions.items():
+            yield from_json_schema(parameters_schema(function), field=parameters_field(place))
 
     def told(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages for a template that knows no tools: the functions in the system's turn, calls as text."""
@@ -158,7 +165,7 @@ class ToolUse:
     def _instructions(self) -> str:
         functions = "\n".join(_encode(tool["function"]) for tool in self.for_template())
         if self.mode == "named":
-            how = f"Call {self.functions[0].name}: answer with nothing but its arguments, a JSON object."
+            how = f"Call {next(iter(self.names))}: answer with nothing but its arguments, a JSON object."
         elif self.mode == "required":
             how = 'Answer with nothing but a JSON list of calls: [{"name": "...", "parameters": {...}}]'
         else:
@@ -199,7 +206,7 @@ def thought_rules(reasoning: bool | None) -> tuple[str, list[str]]:
     return "thought " if reasoning else "thought? ", rules
 
 
-def _checked(tools: list[Tool]) -> tuple[FunctionDefinition, ...]:
+def _checked(tools: list[Tool]) -> dict[int, FunctionDefinition]:
     if not 1 <= len(tools) <= MAX_TOOLS:
         raise RequestError(f"tools has {len(tools)} tools: 1 to {MAX_TOOLS}, or leave it out", param="tools")
     names: set[str] = set()
@@ -214,18 +221,18 @@ def _checked(tools: list[Tool]) -> tuple[FunctionDefinition, ...]:
         if parameters.get("type", "object") != "object":
             raise RequestError(
                 f"{field}.parameters has the type {shown(parameters['type'])}: must be a JSON schema of an object",
-                param=f"{field}.parameters",
+                param=parameters_field(i),
             )
-    return tuple(tool.function for tool in tools)
+    return {i: tool.function for i, tool in enumerate(tools)}
 
 
-def _chosen(functions: tuple[FunctionDefinition, ...], names: list[str]) -> tuple[FunctionDefinition, ...]:
-    known = [function.name for function in functions]
+def _chosen(functions: dict[int, FunctionDefinition], names: list[str]) -> dict[int, FunctionDefinition]:
+    known = [function.name for function in functions.values()]
     wrong = [name for name in names if name not in known]
     if wrong or not names:
         asked = shown(wrong[0]) if wrong else "no tool"
         raise RequestError(f"tool_choice names {asked}: tools has {', '.join(known[:8])}", param="tool_choice")
-    return tuple(function for function in functions if function.name in names)
+    return {place: function for place, function in functions.items() if function.name in names}
 
 
 def _shown_to_model(function: FunctionDefinition) -> dict[str, Any]:
@@ -240,6 +247,11 @@ def _call_rule(index: int, name: str) -> str:
     return f'call_{index}: "{{\\"name\\": \\"{name}\\", \\"parameters\\": " parameters_{index} "}}"'
 
 
+def parameters_field(place: int) -> str:
+    """Return what the request calls the schema of a function's arguments."""
+    return f"tools[{place}].function.parameters"
+
+
 def parameters_schema(function: FunctionDefinition) -> dict[str, Any]:
     """Return the schema of a function's arguments in a grammar: where it lists properties, a call has these alone."""
     schema = {"type": "object", **(function.parameters or {"properties": {}})}
@@ -249,17 +261,14 @@ def parameters_schema(function: FunctionDefinition) -> dict[str, Any]:
 
 
 def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message, as ChatMessage.to_template makes it, with its calls as the system's turn has them written."""
     calls = message.get("tool_calls")
     if not calls:
         return message
     texts = [message["content"]] if message["content"] else []
     for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise RequestError(f"messages has a tool call {shown(call)}: it has no function", param="messages")
-        arguments = function.get("arguments", "{}")
-        raw = arguments if isinstance(arguments, str) else _encode(arguments)
-        texts.append(f'<tool_call>{{"name": {_encode(function.get("name"))}, "arguments": {raw}}}</tool_call>')
+        name, arguments = _encode(call["function"]["name"]), _encode(call["function"]["arguments"])
+        texts.append(f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>')
     return {**message, "content": "\n".join(texts)}
 
 

@@ -1,10 +1,16 @@
-"""Many jobs, a bounded number of them at once. Any loop."""
+"""Work beside a loop's own: many jobs, a bounded number of them at once, and what may be long. Any loop."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+async def run_near(is_short: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return what work returns: done here if it is short, else on a thread, where it holds nobody up."""
+    return work(*args, **kwargs) if is_short else await asyncio.to_thread(work, *args, **kwargs)
 
 
 async def run_all(

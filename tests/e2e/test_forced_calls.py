@@ -158,11 +158,13 @@ def test_a_grammar_beside_tools_is_refused_by_name(client: openai.OpenAI) -> Non
 
 
 def test_a_schema_that_cannot_be_followed_is_refused_when_the_call_is_forced(client: openai.OpenAI) -> None:
-    parameters = {"type": "object", "properties": {"a": {"type": "integer", "divisibleBy": 2}}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    with pytest.raises(openai.BadRequestError, match="divisibleBy") as caught:
-        ask(client, tools=tools, tool_choice="required")
-    assert caught.value.param == "tools"
+    wrong = {"divisibleBy": {"type": "integer", "divisibleBy": 2}, "Invalid type: cat": {"type": "cat"}}
+    for what, schema in wrong.items():
+        function = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
+        tools = [TOOLS[0], {"type": "function", "function": function}]
+        with pytest.raises(openai.BadRequestError, match=what) as caught:
+            ask(client, tools=tools, tool_choice="required")
+        assert caught.value.param == "tools[1].function.parameters"
     assert ask(client, tools=tools, max_tokens=2).choices[0].message
 
 

@@ -13,6 +13,7 @@ from tests.e2e.conftest import RunningServer
 from tests.e2e.test_disconnect import DECODE, PREFILL, send
 
 SYNTHETIC = ("--engine", "synthetic")
+WRONG = {"type": "object", "properties": {"a": {"type": "cat"}}}
 CALLER = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -117,7 +118,10 @@ def test_input_items_come_in_pages_newest_first(synthetic, sdk) -> None:
     assert [item.content[0].text for item in page.data] == ["4", "3"]
     assert [item.content[0].text for item in page] == ["4", "3", "2", "1", "0"]  # the SDK asks for the other pages
     path = f"/v1/responses/{response['id']}/input_items"
-    for query, param in (("limit=0", "limit"), ("limit=101", "limit"), ("order=up", "order"), ("after=x", "after")):
+    limits = [
+        (f"limit={limit}", "limit") for limit in ("0", "101", "-1", "2.0", "a", "", "9" * 5000, "%D9%A3", "%C2%B2")
+    ]
+    for query, param in (*limits, ("order=up", "order"), ("after=x", "after")):
         answer = synthetic.client.get(f"{path}?{query}")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
@@ -174,6 +178,8 @@ def test_input_tokens_are_those_of_the_response(synthetic, sdk) -> None:
         ({"previous_response_id": "resp_none"}, 404, "previous_response_id"),
         ({"background": True}, 400, "background"),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "cat"}}}}, 400, "text.format"),
+        ({"text": {"format": {"type": "json_object"}}, "guided_choice": ["a"]}, 400, "text.format"),
+        ({"tools": [{**CALLER, "parameters": WRONG}], "tool_choice": "required"}, 400, "tools[0].parameters"),
         ({"tools": [CALLER, CALLER]}, 400, "tools"),
         ({"tools": [{**CALLER, "name": "no good"}]}, 400, "tools[0].name"),
         ({"tool_choice": "required"}, 400, "tool_choice"),

@@ -8,7 +8,7 @@ from server.tools import FunctionDefinition, ToolUse
 
 WITH_TOOLS = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{{ messages[0].content }}"
 WITHOUT = "{{ '<tool_call> tools' }}{{ messages[0].content }}"
-AUTO = ToolUse(functions=(FunctionDefinition(name="now"),), mode="auto")
+AUTO = ToolUse(functions={0: FunctionDefinition(name="now")}, mode="auto")
 PROMPT = ChatPrompt(messages=[{"role": "user", "content": "hi"}])
 
 

@@ -159,6 +159,13 @@ async def test_a_bad_word_longer_than_any_token_is_refused_before_it_is_tokenize
     assert "the longest token has" in message
 
 
+async def test_allowed_tokens_that_are_all_excluded_are_refused(model: ModelInfo) -> None:
+    param, message = await refusal(model, allowed_token_ids=(2, 3), bad_words=("a",), bad_token_ids=(3, 4))
+    assert param == "allowed_token_ids"
+    assert "bad_words" in message
+    assert (await process(model, allowed_token_ids=(2, 3), bad_words=("a",))).bad_token_ids == (2,)
+
+
 async def test_a_prompt_of_a_wrong_kind_or_with_a_lone_surrogate_is_a_request_error(model: ModelInfo) -> None:
     for prompt in (5, None, "a\ud800"):
         with pytest.raises(RequestError, match=r"^prompt "):

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers import models
 
 from server import structured_output
 from server.chat_parser import ChatParsing
 from server.errors import RequestError
-from server.grammar_checker import _Bytes
+from server.grammar_checker import GrammarChecker, _Bytes
 from server.structured_output import Grammar
+from server.tokenizer import Tokenizer
 from server.tool_formats import FORMATS
 from server.tool_grammar import answer_grammar
 from server.tools import FunctionDefinition, ToolUse
@@ -22,7 +25,7 @@ ADD = {
     "required": ["a"],
     "$defs": {"n": {"type": "integer"}},
 }
-FUNCTIONS = (FunctionDefinition("add", parameters=ADD), FunctionDefinition("now"))
+FUNCTIONS = {0: FunctionDefinition("add", parameters=ADD), 1: FunctionDefinition("now")}
 CALLS = {
     "hermes": [
         '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>',
@@ -131,10 +134,25 @@ def test_a_grammar_that_people_write_is_refused_by_its_field_s_name() -> None:
 
 
 def test_schemas_that_cannot_be_followed_or_are_too_long_together_are_refused() -> None:
-    for parameters in ({"properties": {"a": {"divisibleBy": 2}}}, {"description": "x" * 255_000}):
+    for parameters, param in (
+        ({"properties": {"a": {"divisibleBy": 2}}}, "tools[3].function.parameters"),
+        ({"description": "x" * 255_000}, "tools"),
+    ):
+        functions = dict.fromkeys((3, 4), FunctionDefinition("f", parameters=parameters))
         with pytest.raises(RequestError) as caught:
-            grammar_of("hermes", "json_schema", functions=(FunctionDefinition("f", parameters=parameters),) * 2)
-        assert caught.value.param == "tools"
+            grammar_of("hermes", "json_schema", functions=functions)
+        assert caught.value.param == param
+
+
+@pytest.mark.parametrize("mode", ["required", "named", "auto"])
+async def test_a_schema_that_the_library_refuses_is_named_and_no_grammar_is_shown(mode: Any) -> None:
+    wrong = FunctionDefinition("f", parameters={"type": "object", "properties": {"a": {"type": "cat"}}})
+    functions = {4: wrong} if mode == "named" else {0: FunctionDefinition("now"), 4: wrong}
+    grammar = grammar_of("hermes", "json_schema", functions=functions, mode=mode)
+    with pytest.raises(RequestError) as caught:
+        await GrammarChecker(Tokenizer(LibraryTokenizer(models.BPE()), {})).check(grammar)
+    assert caught.value.param == "tools[4].function.parameters"
+    assert str(caught.value) == "tools[4].function.parameters: Invalid type: cat"
 
 
 @pytest.mark.parametrize("name", FORMS)

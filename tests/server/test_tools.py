@@ -140,7 +140,7 @@ def test_a_forced_call_s_grammar_has_each_function_with_its_schema() -> None:
 
 def test_a_call_alone_has_a_list_of_one() -> None:
     assert 'calls: "[" call "]"' in certain("required", False).grammar(None)
-    assert certain(named("now")).grammar(None).startswith("start: parameters_0\n")
+    assert certain(named("now")).grammar(None).startswith("start: parameters_1\n")
 
 
 def test_a_schema_that_is_open_by_its_own_words_stays_open() -> None:
@@ -185,7 +185,8 @@ def test_nothing_else_is_a_forced_call(calls: str) -> None:
 
 def test_a_schema_that_cannot_be_followed_is_refused_when_its_call_is_forced() -> None:
     for parameters in ({"properties": {"a": {"divisibleBy": 2}}}, {"description": "x" * 300_000}):
-        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-        with pytest.raises(RequestError) as caught:
-            certain("required", tools=tools).grammar(None)
-        assert caught.value.param == "tools"
+        tools = [NOW, {"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        for choice in ("required", named("f")):
+            with pytest.raises(RequestError) as caught:
+                certain(choice, tools=tools).grammar(None)
+            assert caught.value.param == "tools[1].function.parameters"

@@ -2,10 +2,11 @@
 
 import asyncio
 import functools
+import threading
 
 import pytest
 
-from server.workers import run_all
+from server.workers import run_all, run_near
 
 
 async def test_results_are_in_order_and_no_more_jobs_run_than_may() -> None:
@@ -28,6 +29,13 @@ async def test_results_are_in_order_and_no_more_jobs_run_than_may() -> None:
     assert await run_all(jobs, at_once=4, on_done=count) == list(range(20))
     assert (most, num_done) == (4, 20)
     assert await run_all([], at_once=4) == []
+
+
+async def test_what_is_short_is_done_here_and_the_rest_on_a_thread() -> None:
+    here = threading.get_ident()
+    assert await run_near(True, threading.get_ident) == here
+    assert await run_near(False, threading.get_ident) != here
+    assert await run_near(False, int, "11", base=2) == 3
 
 
 async def test_the_first_error_cancels_the_others_and_comes_as_it_is() -> None:
