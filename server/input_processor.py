@@ -214,7 +214,7 @@ class InputProcessor:
             raise RequestError(f"{name} holds a lone surrogate: texts must be valid Unicode", param=name) from exc
 
     def _fit(self, request: GenerateRequest, token_ids: list[int]) -> ProcessedRequest:
-        model, params = self._model, request.params.without_duplicates()
+        model, params = self._model, request.params
         room = model.max_model_len - len(token_ids)
         if params.max_tokens is not None and params.max_tokens > model.max_model_len:
             raise RequestError(

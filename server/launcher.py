@@ -197,6 +197,7 @@ def _uvicorn_config(
         lifespan="on",
         log_level="warning",
         access_log=False,
+        proxy_headers=False,  # nothing here looks at the client's address or the scheme
         server_header=False,
     )
     uvicorn_config.load()

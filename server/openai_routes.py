@@ -116,13 +116,9 @@ async def _answer(
     requests = await _process(serving, body, identity.response_id, params, prompts, times)
     names = _names(serving, body)
     shown = _shown(body, requests, endpoint.logprobs(names) if params.logprobs is not None else None)
-
-    def chunks(collectors: Sequence[PromptSource]) -> ChunkFormat:
-        form = endpoint.chunks(identity, shown)
-        return form if prompts.echoed is None else EchoChunks(form, Echo(prompts.echoed, collectors, params.n))
-
     if body.stream:
-        return StreamResponse(serving.llm, requests, chunks, body.stream_options, request_id=name)
+        form_of = functools.partial(_chunk_format, endpoint.chunks(identity, shown), prompts.echoed, params.n)
+        return StreamResponse(serving.llm, requests, form_of, body.stream_options, request_id=name)
     outputs = await collect(serving.llm, requests, request.receive)
     if prompts.echoed is not None:
         Echo(prompts.echoed, outputs, params.n).prepend_all(outputs)
@@ -133,6 +129,13 @@ async def _answer(
     is_long = shown.logprobs is not None or answer.num_prompt_logprobs is not None
     content = await run_near(not is_long, endpoint.answer, answer)
     return JsonResponse(content, headers={HEADER: name})
+
+
+def _chunk_format(
+    form: ChunkFormat, echoed: list[str] | None, n: int, collectors: Sequence[PromptSource]
+) -> ChunkFormat:
+    """Return how a stream's chunks look; with `echo`, the prompts come first."""
+    return form if echoed is None else EchoChunks(form, Echo(echoed, collectors, n))
 
 
 async def _process(

@@ -1,7 +1,8 @@
 """One request's sampling parameters, validated: what the model's vocabulary and context say comes in InputProcessor."""
 
 import secrets
-from dataclasses import dataclass, replace
+from collections.abc import Sized
+from dataclasses import dataclass
 
 from server.errors import check_field
 from shm_transport.records import MAX_LOGPROBS
@@ -14,6 +15,9 @@ MAX_REPETITION_PENALTY = 100.0  # and one over it the least
 MAX_BIASED_TOKENS = 1024  # ids in logit_bias, allowed_token_ids or bad_token_ids
 _GREEDY_BELOW = 1e-5
 _INT64 = 2**63
+_N_RULE = f"must be from 1 to {MAX_N}"  # rules are made once: a request is checked against all of them
+_PENALTY_RULE = f"must be from {1 / MAX_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}"
+_LOGPROBS_RULE = f"must be from 0 to {MAX_LOGPROBS}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +56,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raise RequestError for a value out of its range."""
-        check_field(1 <= self.n <= MAX_N, "n", self.n, f"must be from 1 to {MAX_N}")
+        check_field(1 <= self.n <= MAX_N, "n", self.n, _N_RULE)
         check_field(
             self.max_tokens is None or self.max_tokens >= 0, "max_tokens", self.max_tokens, "must be at least 0"
         )
@@ -82,36 +86,30 @@ class SamplingParams:
         first = secrets.randbits(64) if self.seed is None or self.seed == -1 else self.seed
         return [(first + i) % 2**64 for i in range(self.n)]
 
-    def without_duplicates(self) -> "SamplingParams":
-        """Return the same parameters with each stop string and stop token id once, in order."""
-        return replace(
-            self, stop=tuple(dict.fromkeys(self.stop)), stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids))
-        )
-
     def _check_penalties(self) -> None:
         # Logits are divided by it: far smaller ones would leave the numbers that a float has.
         penalty, largest = self.repetition_penalty, MAX_REPETITION_PENALTY
-        limits = f"must be from {1 / largest:g} to {largest:g}"
-        check_field(1 / largest <= penalty <= largest, "repetition_penalty", penalty, limits)
+        check_field(1 / largest <= penalty <= largest, "repetition_penalty", penalty, _PENALTY_RULE)
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             check_field(-2 <= value <= 2, name, value, "must be from -2 to 2")
         for name in ("logit_bias", "allowed_token_ids", "bad_token_ids", "bad_words"):
-            count = len(getattr(self, name))
-            check_field(count <= MAX_BIASED_TOKENS, name, f"{count} entries", f"at most {MAX_BIASED_TOKENS}")
+            _check_count(getattr(self, name), MAX_BIASED_TOKENS, name, "entries")
         for token_id, bias in self.logit_bias:
             check_field(-100 <= bias <= 100, f"logit_bias.{token_id}", bias, "must be from -100 to 100")
 
     def _check_logprobs(self, name: str, value: int | None) -> None:
-        check_field(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"must be from 0 to {MAX_LOGPROBS}")
+        check_field(value is None or 0 <= value <= MAX_LOGPROBS, name, value, _LOGPROBS_RULE)
 
     def _check_stops(self) -> None:
-        check_field(
-            len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS}"
-        )
+        _check_count(self.stop, MAX_STOP_STRINGS, "stop", "strings")
         for stop in self.stop:
             check_field(stop != "", "stop", stop, "must not hold an empty string: it is in every text")
             limit = f"must hold strings of at most {MAX_STOP_STRING_CHARS} characters"
             check_field(len(stop) <= MAX_STOP_STRING_CHARS, "stop", f"a string of {len(stop)}", limit)
-        count = len(self.stop_token_ids)
-        check_field(count <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"{count} ids", f"at most {MAX_STOP_TOKEN_IDS}")
+        _check_count(self.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids", "ids")
+
+
+def _check_count(values: Sized, most: int, name: str, kind: str) -> None:
+    if len(values) > most:
+        check_field(False, name, f"{len(values)} {kind}", f"at most {most}")

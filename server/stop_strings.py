@@ -14,7 +14,7 @@ class StopStringChecker:
     """
 
     def __init__(self, stops: tuple[str, ...], *, include_stop_str: bool, min_tokens: int) -> None:
-        self._matchers = [_Matcher(stop) for stop in stops]
+        self._matchers = [_Matcher(stop) for stop in dict.fromkeys(stops)]
         self._first_chars = frozenset(stop[0] for stop in stops)
         self._include_stop_str = include_stop_str
         self._min_tokens = min_tokens

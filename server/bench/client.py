@@ -1,6 +1,6 @@
 """One request of a load: what is sent, when its tokens arrive, how it fails.
 
-aiohttp, because httpx takes 3.3 times its CPU for an event (64 streams, an event each 20 ms): the client limits later.
+aiohttp, because httpx takes a multiple of its CPU for an event: the client limits later.
 """
 
 import time

@@ -1,9 +1,9 @@
 """Makes the load: closed loop, so many requests at once; or open loop, arrivals that wait for nobody."""
 
 import asyncio
+import functools
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from server.bench.client import Client, Record
 from server.bench.config import DEFAULT_CONCURRENCY, BenchConfig
 from server.bench.prompts import make_prompts
 from server.errors import StartupError
+from server.workers import run_all
 
 _MAX_PAUSE_S = 10.0  # whatever Retry-After asks for
 
@@ -67,11 +68,10 @@ class _Load:
         is_interrupted = False
         with tqdm(total=len(self._prompts), unit="req", desc="bench", dynamic_ncols=True) as self._bar:
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    if self._config.request_rate is None:
-                        self._start_closed(tasks)
-                    else:
-                        await self._start_open(tasks, self._config.request_rate)
+                if self._config.request_rate is None:
+                    await self._run_closed(self._config.concurrency or DEFAULT_CONCURRENCY)
+                else:
+                    await self._run_open(self._config.request_rate)
             except asyncio.CancelledError:
                 is_interrupted = True
         return Run(
@@ -84,24 +84,22 @@ class _Load:
             client_cpu_s=time.process_time() - cpu_s,
         )
 
-    def _start_closed(self, tasks: asyncio.TaskGroup) -> None:
-        prompts = iter(self._prompts)
-        for _ in range(min(self._config.concurrency or DEFAULT_CONCURRENCY, len(self._prompts))):
-            tasks.create_task(self._work(prompts))
+    async def _run_closed(self, concurrency: int) -> None:
+        await run_all([functools.partial(self._send_politely, prompt) for prompt in self._prompts], at_once=concurrency)
 
-    async def _work(self, prompts: Iterator[str]) -> None:
-        """Send one prompt after the other; after a refusal wait as long as it asks for."""
-        for prompt in prompts:
-            record = await self._send(prompt)
-            if record.retry_after_s:
-                await asyncio.sleep(min(record.retry_after_s, _MAX_PAUSE_S))
+    async def _send_politely(self, prompt: str) -> None:
+        """Send a prompt; after a refusal wait as long as it asks for."""
+        record = await self._send(prompt)
+        if record.retry_after_s:
+            await asyncio.sleep(min(record.retry_after_s, _MAX_PAUSE_S))
 
-    async def _start_open(self, tasks: asyncio.TaskGroup, rate: float) -> None:
+    async def _run_open(self, rate: float) -> None:
         gaps = np.random.default_rng(self._config.seed).exponential(1 / rate, len(self._prompts))
         started_s = time.perf_counter()
-        for due_s, prompt in zip(np.cumsum(gaps).tolist(), self._prompts, strict=True):
-            await asyncio.sleep(max(0.0, started_s + due_s - time.perf_counter()))
-            tasks.create_task(self._send(prompt))
+        async with asyncio.TaskGroup() as tasks:
+            for due_s, prompt in zip(np.cumsum(gaps).tolist(), self._prompts, strict=True):
+                await asyncio.sleep(max(0.0, started_s + due_s - time.perf_counter()))
+                tasks.create_task(self._send(prompt))
 
     async def _send(self, prompt: str) -> Record:
         self._num_sent += 1

@@ -40,7 +40,8 @@ def test_a_stream_ends_at_its_deadline_with_a_chunk_that_says_so(slow, wait) -> 
 def test_a_response_ends_at_its_deadline(slow) -> None:
     response = slow.post("/v1/responses", input="a", max_output_tokens=1000, timeout_s=0.3)
     assert response.status_code == 200
-    assert response.json()["status"] in ("incomplete", "failed", "cancelled")
+    assert response.json()["status"] == "incomplete"
+    assert response.json()["output"][0]["content"][0]["text"]
     assert slow.load()["server_load"] == 0
 
 

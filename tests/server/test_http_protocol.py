@@ -32,7 +32,7 @@ class FakeTransport:
 
     def __init__(self) -> None:
         self.data = b""
-        self.is_closed = False
+        self.is_closed = self.is_aborted = False
         self.is_reading = True
 
     def write(self, data: bytes) -> None:
@@ -41,6 +41,9 @@ class FakeTransport:
 
     def close(self) -> None:
         self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_closed = self.is_aborted = True
 
     def is_closing(self) -> bool:
         return self.is_closed
@@ -248,6 +251,14 @@ async def test_pipelined_requests_are_answered_one_after_the_other(connection: C
     bodies = [part.partition(b"\r\n\r\n")[2] for part in connection.transport.data.split(b"HTTP/1.1 200 OK\r\n")[1:]]
     assert bodies == [b"5\r\nbody%d\r\n0\r\n\r\n" % n for n in range(3)]
     assert connection.transport.is_reading
+
+
+async def test_a_client_with_more_than_64_requests_in_its_pipeline_is_cut_off(connection: Connection) -> None:
+    connection.protocol.data_received(GET % 0 + b"".join(GET % n for n in range(64)))
+    assert not connection.transport.is_aborted
+    connection.protocol.data_received(GET % 64)
+    assert connection.transport.is_aborted
+    assert connection.transport.data == b""
 
 
 async def test_a_waiting_100_continue_is_not_sent_into_the_response(connection: Connection) -> None:

@@ -105,10 +105,6 @@ async def test_every_eos_of_the_model_ends_a_request_unless_it_ignores_them(mode
     assert (request.eos_token_id, request.stop_token_ids) == (-1, (9,))
 
 
-async def test_stop_strings_are_told_once(model: ModelInfo) -> None:
-    assert (await process(model, stop=("x", "y", "x"))).params.stop == ("x", "y")
-
-
 async def test_the_engine_is_told_every_parameter(model: ModelInfo) -> None:
     options = {"temperature": 0.5, "top_p": 0.25, "top_k": 3, "min_p": 0.125, "min_tokens": 2, "max_tokens": 4}
     request = (await process(model, "a b", **options, stop_token_ids=(9,), seed=5)).engine_request([77])

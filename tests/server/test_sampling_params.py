@@ -66,8 +66,3 @@ def test_without_a_seed_every_request_draws_its_own(seed: int | None) -> None:
     drawn = [value for _ in range(20) for value in params.seeds()]
     assert len(set(drawn)) == 40
     assert all(0 <= value < 2**64 for value in drawn)
-
-
-def test_duplicates_of_stops_go_and_the_order_stays() -> None:
-    params = SamplingParams(stop=("b", "a", "b"), stop_token_ids=(9, 3, 9, 3), seed=5).without_duplicates()
-    assert (params.stop, params.stop_token_ids, params.seed) == (("b", "a"), (9, 3), 5)
