@@ -20,8 +20,8 @@ from engine.chunk_budget import ChunkBudget
 from engine.collect import collect, deliver
 from engine.config import EngineConfig
 from engine.control_adapters import ModelAdapters
-from engine.grammar import CompiledGrammar, GrammarCompiler
-from engine.interface import MemoryPart, RequestFailedError
+from engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError
+from engine.interface import MemoryPart, Refusal, RequestFailedError
 from engine.request import Request
 from engine.runner import Runner, make_runner
 from engine.sampler import Samples, sample, sample_each
@@ -235,7 +235,9 @@ class EngineCore:
             try:
                 for each in requests:
                     each.matcher = future.result().matcher(each.params)
-            except Exception as exc:  # a GrammarError, or whatever the library does not document
+            except GrammarError as exc:
+                self.fail({each.handle: Refusal(exc) for each in requests})
+            except Exception as exc:  # the tokenizer's, or whatever the library does not document
                 self.fail({each.handle: str(exc) for each in requests})
 
     def _adapter(self, request: AddRequest) -> int:
@@ -245,7 +247,8 @@ class EngineCore:
         numbers = self._runner.adapters.numbers
         if request.adapter not in numbers:
             known = ", ".join(numbers) or "none"
-            raise RequestFailedError(request.handle, f"there is no adapter {request.adapter!r}: known are {known}")
+            reason = Refusal(f"there is no adapter {request.adapter!r}: known are {known}")
+            raise RequestFailedError(request.handle, reason)
         return numbers[request.adapter]
 
     def fail(self, reasons: dict[int, str]) -> None:

@@ -22,10 +22,17 @@ _NUM_THREADS = 2
 _NUM_KEPT = 128  # compiled texts
 # A lexer state takes 1 to 2 kB: the default, 250,000 of them, would be half a gigabyte for one hostile grammar.
 _MAX_LEXER_STATES = 20_000
+# An object takes four for each of its optional properties: 1,000 of them, with masks of 5 ms where any may come.
+_MAX_ROW_ITEMS = 4_100
+_NO_WAY_ON = "NoExtension"  # the library's, also as a beginning
 
 
 class GrammarError(Exception):
     """A grammar that does not compile, or that has become too complex for its limits on the way."""
+
+
+class NoGrammarsError(Exception):
+    """The model's tokenizer is of no use for grammars."""
 
 
 class Matcher:
@@ -38,16 +45,22 @@ class Matcher:
         num_mask_bytes: Of the masks that it fills; the same for all of one tokenizer.
     """
 
-    __slots__ = ("_end_bit", "_ends", "_library", "num_mask_bytes")
+    __slots__ = ("_could_end", "_end_bit", "_library", "ends", "num_mask_bytes")
 
     def __init__(self, library: LLMatcher, *, end_bit: int, ends: Iterable[int], num_mask_bytes: int) -> None:
-        self._library, self._end_bit, self._ends = library, end_bit, tuple(ends)
+        self._library, self._end_bit, self.ends = library, end_bit, tuple(ends)
+        self._could_end = False  # before the last token
         self.num_mask_bytes = num_mask_bytes
 
     @property
     def is_complete(self) -> bool:
         """Whether the grammar is satisfied and admits no further token."""
         return self._library.is_stopped() and not self._library.is_error()
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the output could end at the last token: it satisfies the grammar with it and without it."""
+        return self._could_end and self._library.is_accepting()
 
     def fill(self, mask: NDArray[np.uint8]) -> None:
         """Write which tokens may come next: those that go on, and where the grammar may end those that end a request.
@@ -60,16 +73,17 @@ class Matcher:
         """
         self._library.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._library.is_error():
-            raise GrammarError(f"the grammar cannot be followed further: {_first_line(self._library.get_error())}")
+            raise GrammarError(_why_lost(self._library.get_error()))
         may_end = mask[self._end_bit >> 3] & (1 << (self._end_bit & 7))
+        self._could_end = bool(may_end)
         if may_end:
             mask[self._end_bit >> 3] ^= may_end
-            for token_id in self._ends:
+            for token_id in self.ends:
                 mask[token_id >> 3] |= 1 << (token_id & 7)
 
     def consume(self, token_id: int) -> None:
         """Go on by a token that `fill` has allowed. An error shows in the next `fill`."""
-        if token_id not in self._ends:
+        if token_id not in self.ends:
             self._library.consume_token(token_id)
 
 
@@ -82,8 +96,8 @@ class CompiledGrammar:
     def matcher(self, params: AddRequest) -> Matcher:
         """Return a new matcher.
 
-        Where the grammar may end, EOS and those stop tokens may come that are special. Other stop tokens are text,
-        which the grammar has to allow.
+        Where the grammar may end, EOS and those stop tokens may come that are special. Other stop tokens are text: the
+        grammar has to allow them, and they end the output only where it may end.
         """
         size, is_special = self._tokenizer.vocab_size, self._tokenizer.is_special_token
         stops = (params.eos_token_id, *params.stop_token_ids)
@@ -110,7 +124,9 @@ class GrammarCompiler:
         self._tokenizer_lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
         self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()  # the newest last
-        self._limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        self._limits = LLParserLimits(
+            max_lexer_states=_MAX_LEXER_STATES, max_items_in_row=_MAX_ROW_ITEMS, verbose_errors=False
+        )
 
     def compile(self, text: str) -> "Future[CompiledGrammar]":
         """Return a grammar that is, or will be, compiled; its result may be a GrammarError. Loop thread only."""
@@ -163,7 +179,7 @@ def load_tokenizer(path: Path, vocab_size: int) -> LLTokenizer:
     """Read a tokenizer.json for llguidance.
 
     Raises:
-        GrammarError: If it is missing or of a kind that llguidance does not know, or has no special token, by which
+        NoGrammarsError: If it is missing or of a kind that llguidance does not know, or has no special token, by which
             the library could say that a grammar may end.
     """
     try:
@@ -175,8 +191,17 @@ def load_tokenizer(path: Path, vocab_size: int) -> LLTokenizer:
             spelling = _TextTokenizer(LLTokenizer(text, n_vocab=size, eos_token=specials[0], slices=[]))
             return LLTokenizer(TokenizerWrapper(spelling), n_vocab=size, eos_token=specials[0])
     except (OSError, ValueError) as exc:
-        raise GrammarError(f"{path} cannot be read for grammars: {exc}") from exc
-    raise GrammarError(f"{path} has no special token, which grammars need to end")
+        raise NoGrammarsError(f"{path} cannot be read for grammars: {exc}") from exc
+    raise NoGrammarsError(f"{path} has no special token, which grammars need to end")
+
+
+def _why_lost(error: str) -> str:
+    if error.startswith(_NO_WAY_ON):
+        return "the grammar has come to where no text can follow: take out the part that admits none"
+    return (
+        f"the grammar has become too complex to be followed further ({_first_line(error)}): simplify it, with shorter "
+        "repetitions or fewer alternatives"
+    )
 
 
 def _first_line(error: str) -> str:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.grammar import GrammarError, Matcher
+from engine.interface import Refusal
 from engine.request import Request
 
 _NOT_ALLOWED = np.float32(-np.inf)
@@ -39,7 +40,7 @@ def apply_grammars_(logits: Tensor, requests: Sequence[Request]) -> dict[int, st
         try:
             each.matcher.fill(mask)
         except GrammarError as exc:
-            failures[each.handle] = str(exc)
+            failures[each.handle] = Refusal(exc)
             mask[:] = 0
     if logits.device.type == "cpu":
         _mask_rows_(logits, matched, masks)

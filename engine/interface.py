@@ -7,12 +7,17 @@ from shm_transport.messages import AddRequest, Data
 from shm_transport.step import Step
 
 
+class Refusal(str):
+    """Why a request cannot go on where that is no fault of the engine's: it asks for what cannot be had."""
+
+
 class RequestFailedError(Exception):
     """One request cannot go on; the others do. Raised by `Engine.add`, or collected in `Engine.take_failures`."""
 
     def __init__(self, handle: int, message: str) -> None:
         super().__init__(message)
         self.handle = handle
+        self.is_refusal = isinstance(message, Refusal)
 
 
 MemoryPart = Literal["weights", "kv_cache"]

@@ -75,7 +75,8 @@ class EngineLink:
 
     def send_failure(self, failure: RequestFailedError) -> None:
         """Tell the server that one request failed."""
-        self._writer.publish_message(RecordKind.ERROR, _U64.pack(failure.handle) + str(failure).encode())
+        kind = RecordKind.REFUSAL if failure.is_refusal else RecordKind.ERROR
+        self._writer.publish_message(kind, _U64.pack(failure.handle) + str(failure).encode())
 
     def send_data(self, data: Data) -> None:
         """Hand the server an array that a request asked for."""

@@ -32,14 +32,16 @@ class LogitRules:
     counts: PenaltyCounts | None
 
     @classmethod
-    def of(cls, params: AddRequest, vocab_size: int) -> "LogitRules":
+    def of(cls, request: Request, vocab_size: int) -> "LogitRules":
         """Make the rules of a request without output."""
-        ends = (params.eos_token_id, *params.stop_token_ids) if params.min_tokens > 0 else ()
+        params, matcher = request.params, request.matcher
+        # Beside a grammar stop tokens that are text may have to come early: they end nothing then.
+        ends = matcher.ends if matcher is not None else (params.eos_token_id, *params.stop_token_ids)
         bias = [(token_id, value) for token_id, value in params.logit_bias if 0 <= token_id < vocab_size]
         return cls(
             allowed=_known(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None,
             bad=_known(params.bad_token_ids, vocab_size),
-            early_ends=_known(ends, vocab_size),
+            early_ends=_known(ends if params.min_tokens > 0 else (), vocab_size),
             biased=np.array([token_id for token_id, _ in bias], np.int64),
             biases=np.array([value for _, value in bias], np.float32),
             counts=new_counts(params) if has_penalties(params) else None,
@@ -78,7 +80,7 @@ def apply_rules_(logits: Tensor, requests: Sequence[Request]) -> None:
 
 
 def _make_rules(request: Request, vocab_size: int) -> LogitRules:
-    request.logit_rules = LogitRules.of(request.params, vocab_size) if has_rules(request.params) else NO_RULES
+    request.logit_rules = LogitRules.of(request, vocab_size) if has_rules(request.params) else NO_RULES
     return request.logit_rules
 
 

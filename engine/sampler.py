@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.grammar_mask import apply_grammars_
+from engine.interface import Refusal
 from engine.logit_rules import apply_rules_
 from engine.logprobs import join_columns, logprob_columns, select_raw
 from engine.request import Request
@@ -90,7 +91,8 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Samples:
     _draw_rows(logits, requests, token_ids, is_finite)
     rows = is_finite.nonzero()[0].tolist()
     kept = [requests[row] for row in rows]
-    failures = {requests[row].handle: _why(best[row]) for row in (~is_finite).nonzero()[0].tolist()} | lost
+    failed = (~is_finite).nonzero()[0].tolist()
+    failures = {requests[row].handle: _why(best[row], requests[row]) for row in failed} | lost
     return Samples(kept, token_ids[rows], logprob_columns(raw, rows, kept, token_ids[rows]), failures)
 
 
@@ -124,11 +126,22 @@ def why_failed(reason: Exception) -> str:
     return f"sampling failed: {reason}"
 
 
-def _why(best: float) -> str:
+def _why(best: float, request: Request) -> str:
     """Say why a row whose largest logit is `best`, which is no number, has no token."""
-    if best == float("-inf"):
-        return "no token is left: the grammar, allowed and bad tokens, min_tokens and logit_bias exclude all of them"
-    return NOT_FINITE
+    params, num_tokens = request.params, request.num_output_tokens
+    rules = {
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_token_ids,
+        "min_tokens": num_tokens < params.min_tokens,
+    }
+    names = [name for name, is_set in rules.items() if is_set]
+    if best != float("-inf") or not names:
+        return NOT_FINITE
+    candidates = "all" if request.matcher is None else "those that the grammar has there"
+    return Refusal(
+        f"no token is left after the first {num_tokens}: of {candidates}, {' and '.join(names)} let none come: change "
+        f"{names[0]}, or leave it out"
+    )
 
 
 def _greedy(logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

@@ -464,7 +464,7 @@ class Scheduler:
         params = request.params
         if token_id == params.eos_token_id:
             return Finish(FinishReason.STOP)
-        if token_id in params.stop_token_ids:
+        if token_id in params.stop_token_ids and _may_stop(request, num_outputs):
             return Finish(FinishReason.STOP, token_id)
         if request.matcher is not None and request.matcher.is_complete:
             return Finish(FinishReason.STOP, GRAMMAR_END)
@@ -518,6 +518,11 @@ def _computed(plan: Plan) -> list[tuple[Request, int]]:
     """Return whose blocks a step fills, and how many of their tokens are computed after it, as they stand now."""
     requests = (*plan.sampled, *[chunk.request for chunk in plan.chunks if not chunk.is_last])
     return [(request, request.num_computed_tokens) for request in requests]
+
+
+def _may_stop(request: Request, num_outputs: int) -> bool:
+    """Whether a stop token that has been sampled ends the output; one that a grammar has as text may not."""
+    return request.matcher is None or (request.matcher.may_stop and num_outputs > request.params.min_tokens)
 
 
 def _salt(request: Request) -> Salt:

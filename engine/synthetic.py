@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.interface import MemoryPart, RequestFailedError
+from engine.interface import MemoryPart, Refusal, RequestFailedError
 from shm_transport.messages import AddRequest, Data
 from shm_transport.records import DataContent, FinishReason, Pooling
 from shm_transport.step import FirstRowColumns, LogprobColumns, Step
@@ -81,7 +81,8 @@ class SyntheticEngine:
                 f"the prompt has {len(request.prompt_token_ids)} tokens, max_model_len is {self._config.max_model_len}",
             )
         if request.grammar:
-            raise RequestFailedError(request.handle, "the synthetic engine's text follows no grammar: send none")
+            reason = Refusal("the synthetic engine's text follows no grammar: send none")
+            raise RequestFailedError(request.handle, reason)
         handles = (request.handle, *(fork.handle for fork in request.forks))
         self._waiting += [_Seat(handle, request, time.monotonic_ns()) for handle in handles]
 

@@ -32,6 +32,7 @@ from server.model_info import ModelInfo
 from server.model_path import locate_tokenizer
 from server.output_processor import OutputProcessor
 from server.outputs import EmbeddingOutput, RequestOutput
+from server.structured_output import field_of
 from shm_transport.config import RingConfig
 from shm_transport.counters import RingCounters
 from shm_transport.errors import PeerDiedError
@@ -46,6 +47,7 @@ _FLUSH_S = 0.001
 _HAND_OVER_S = 0.02
 _HANDLE = struct.Struct("<Q")
 _RESERVED_METHODS = ("shutdown",)
+_FAILURES = (RecordKind.ERROR, RecordKind.REFUSAL)
 
 
 @dataclass(slots=True)
@@ -482,11 +484,19 @@ def _take_message(pipe: _Pipe, message: Message) -> None:
     if message.kind == RecordKind.REPLY:
         pipe.calls.resolve(message.body)
         return
-    if message.kind != RecordKind.ERROR:
+    if message.kind not in _FAILURES:
         logger.warning("the engine sent an unexpected %s message", message.kind.name)
         return
     handle, text = _HANDLE.unpack_from(message.body)[0], message.body[_HANDLE.size :].decode()
     if handle == ENGINE_HANDLE:
         logger.error("the engine reports: %s", text)
-    siblings = pipe.outputs.fail(handle, EngineGenerateError(text))
+    is_refusal = message.kind == RecordKind.REFUSAL
+    error = _refusal(text, pipe.outputs.request_of(handle)) if is_refusal else EngineGenerateError(text)
+    siblings = pipe.outputs.fail(handle, error)
     pipe.abort([other for other in siblings if other != handle])
+
+
+def _refusal(text: str, request: ProcessedRequest | None) -> RequestError:
+    """Return what a client is told whose request the engine cannot serve: most often for its grammar."""
+    field = field_of(request.params.grammar) if request is not None and request.params.grammar else None
+    return RequestError(f"{field}: {text}" if field else text, param=field)

@@ -234,20 +234,18 @@ class InputProcessor:
         self._check_token_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
         self._check_logprobs(params)
         bad_token_ids = params.bad_token_ids + tuple(map(self._bad_token_id, params.bad_words))
-        if params.allowed_token_ids and set(params.allowed_token_ids) <= set(bad_token_ids):
-            raise RequestError(
-                "allowed_token_ids holds only tokens that bad_words or bad_token_ids exclude: allow others too",
-                param="allowed_token_ids",
-            )
+        eos_token_id = -1 if params.ignore_eos else model.eos_token_id
         extra_eos = () if params.ignore_eos else model.extra_eos_token_ids
+        stop_token_ids = tuple(dict.fromkeys((*params.stop_token_ids, *extra_eos)))
+        _check_allowed(params, bad_token_ids, (eos_token_id, *stop_token_ids))
         return ProcessedRequest(
             request_id=request.request_id,
             prompt_token_ids=token_ids,
             params=params,
             kind=request.kind,
             max_tokens=max_tokens,
-            eos_token_id=-1 if params.ignore_eos else model.eos_token_id,
-            stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *extra_eos))),
+            eos_token_id=eos_token_id,
+            stop_token_ids=stop_token_ids,
             first_index=request.first_index,
             bad_token_ids=bad_token_ids,
             priority=request.priority,
@@ -328,6 +326,22 @@ def _truncate(token_ids: list[int], truncation: Truncation, context: int, most: 
         )
     limit = most if limit == -1 else limit
     return token_ids[max(len(token_ids) - limit, 0) :] if truncation.keeps_end else token_ids[:limit]
+
+
+def _check_allowed(params: SamplingParams, bad_token_ids: tuple[int, ...], ends: tuple[int, ...]) -> None:
+    """Refuse what leaves no token to begin with; what a grammar has to say to it shows in the engine."""
+    allowed = set(params.allowed_token_ids)
+    if allowed and allowed.issubset(bad_token_ids):
+        raise RequestError(
+            "allowed_token_ids holds only tokens that bad_words or bad_token_ids exclude: allow others too",
+            param="allowed_token_ids",
+        )
+    if allowed and params.min_tokens and not params.grammar and allowed.issubset((*ends, *bad_token_ids)):
+        raise RequestError(
+            f"allowed_token_ids holds only tokens that end the output, and min_tokens is {params.min_tokens}: allow "
+            "others too, or leave min_tokens out",
+            param="allowed_token_ids",
+        )
 
 
 def _check_length(token_ids: list[int], name: str, most: int) -> None:

@@ -321,6 +321,11 @@ class OutputProcessor:
             self._forget(state, "stop")
             state.collector.put(CompletionOutput(state.index, "", [], "stop"))
 
+    def request_of(self, handle: int) -> ProcessedRequest | None:
+        """Return the request that a sequence belongs to; None if it has ended."""
+        state = self._state_of(handle)
+        return None if state is None else state.request
+
     def fail(self, handle: int, error: Exception) -> list[int]:
         """End the whole request that a sequence belongs to with an error; return its live handles."""
         state = self._state_of(handle)

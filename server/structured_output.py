@@ -33,6 +33,11 @@ class Grammar(str):
     is_written: bool = False  # by people, of terminals that may begin as others do: no alternative can stand beside it
 
 
+def field_of(grammar: str) -> str:
+    """Return the request field that a grammar comes from."""
+    return grammar.field if isinstance(grammar, Grammar) else Grammar.field
+
+
 def _named(text: str, field: str) -> Grammar:
     grammar = Grammar(text)
     grammar.field = field

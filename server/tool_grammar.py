@@ -10,7 +10,7 @@ import msgspec
 from server import json_schema
 from server.chat_parser import ChatParsing
 from server.errors import RequestError
-from server.structured_output import MAX_GRAMMAR_BYTES, Grammar, json_rule, quote, with_form
+from server.structured_output import MAX_GRAMMAR_BYTES, Grammar, field_of, json_rule, quote, with_form
 from server.tool_parser import CallSyntax
 from server.tools import MAX_CALLS, FunctionDefinition, ToolUse, parameters_field, parameters_schema, thought_rules
 
@@ -42,7 +42,7 @@ def _after_thought(form: str, reasoning: bool | None) -> str:
         return form
     thought, lines = thought_rules(reasoning)
     grammar = with_form("\n".join([f"start: {thought}@form", *lines]), form)
-    grammar.field = form.field if isinstance(form, Grammar) else "grammar"
+    grammar.field = field_of(form)
     return grammar
 
 

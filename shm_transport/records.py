@@ -75,6 +75,7 @@ class RecordKind(enum.IntEnum):
     REPLY = 4  # u64 call id, then JSON
     ERROR = 5  # u64 handle, then UTF-8 text: this one request failed
     DATA = 6  # DATA_FIELDS, then the shape, then the bytes of one array
+    REFUSAL = 7  # like ERROR, where it is the request that asks for what cannot be had
     ADD = 16  # ADD_FIELDS, then its counted sections
     ABORT = 17  # u64 handles
     CALL = 18  # u64 call id, then JSON

@@ -25,7 +25,7 @@ _ANY_FIRST = int(RecordFlag.ANY_FIRST)
 _ANY_LOGPROBS = int(RecordFlag.ANY_LOGPROBS)
 _ANY_OPTIONAL = _ANY_FINISHED | _ANY_MULTI_TOKEN | _ANY_FIRST | _ANY_LOGPROBS
 _STEP = int(RecordKind.STEP)
-_BYTE_KINDS = frozenset((RecordKind.ATTACHED, RecordKind.READY, RecordKind.REPLY, RecordKind.ERROR, RecordKind.DATA))
+_BYTE_KINDS = frozenset(RecordKind) - {RecordKind.STEP, RecordKind.ADD, RecordKind.ABORT, RecordKind.CALL}
 _STALL_SLICE_S = 0.05  # how often a waiting producer looks whether the consumer still lives
 
 Views = dict[str, NDArray[np.generic]]

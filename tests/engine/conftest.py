@@ -185,6 +185,7 @@ class Driver:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finishes: dict[int, tuple[FinishReason, int]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)  # which of those are no fault of the engine's
     data: list[Data] = field(default_factory=list)
 
     def add(self, handle: int, prompt: Sequence[int], **params: Any) -> None:
@@ -206,6 +207,7 @@ class Driver:
             assert failure.handle not in self.finishes
             assert failure.handle not in self.failures
             self.failures[failure.handle] = str(failure)
+            self.refused |= {failure.handle} if failure.is_refusal else set()
         self.core.after_step()
         return step
 

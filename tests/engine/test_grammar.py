@@ -74,16 +74,37 @@ def test_eos_comes_only_where_the_grammar_may_end(driver: Any) -> None:
     assert driver.finishes[1] == (FinishReason.STOP, -1)
 
 
-def test_special_stop_tokens_come_where_the_grammar_may_end_and_others_where_it_has_them(driver: Any) -> None:
-    (letter,) = ids_of("b")
+def test_special_stop_tokens_come_where_the_grammar_may_end(driver: Any) -> None:
     params = {"logit_bias": ((OTHER_END, 100.0),), "eos_token_id": END}
     driver.add(1, [3], grammar=regex("a{3,}"), stop_token_ids=(OTHER_END,), **params)
-    driver.add(2, [3], grammar=regex("ab+"), stop_token_ids=(letter,), **params)
     driver.run()
     assert driver.tokens[1] == [*ids_of("aaa"), OTHER_END]
     assert driver.finishes[1] == (FinishReason.STOP, OTHER_END)
-    assert driver.tokens[2] == ids_of("ab")
-    assert driver.finishes[2] == (FinishReason.STOP, letter)
+
+
+def test_stop_tokens_that_are_text_end_an_output_only_where_it_is_whole_with_them_and_without(driver: Any) -> None:
+    (letter,) = ids_of("b")
+    params = {"stop_token_ids": (letter,), "eos_token_id": END}
+    expected = {"ab+": "abb", "(ab|ba)*": "", "b{2,4}": "bbb", "ab(cb)+": ""}
+    for handle, pattern in enumerate(expected):
+        driver.add(handle, [3, handle], grammar=regex(pattern), logit_bias=((letter, 100.0), (END, -100.0)), **params)
+    driver.run()
+    for handle, (pattern, text) in enumerate(expected.items()):
+        tokens, finish = driver.tokens[handle], driver.finishes[handle]
+        if text:
+            assert (text_of(tokens), finish) == (text, (FinishReason.STOP, letter))
+        else:
+            assert finish == (FinishReason.LENGTH, -1)
+            assert len(tokens) == 16
+
+
+def test_min_tokens_withholds_no_text_that_a_grammar_needs_early(driver: Any) -> None:
+    (letter,) = ids_of("b")
+    params = {"stop_token_ids": (letter,), "eos_token_id": END, "min_tokens": 4, "logit_bias": ((letter, 100.0),)}
+    driver.add(1, [3], grammar=regex("bab+"), **params)
+    driver.run()
+    assert text_of(driver.tokens[1]) == "babbb"
+    assert driver.finishes[1] == (FinishReason.STOP, letter)
 
 
 def test_eos_is_no_text_for_a_request_that_ignores_it(driver: Any) -> None:
@@ -196,6 +217,7 @@ def test_a_grammar_that_does_not_compile_ends_its_request_alone(grammar: str, dr
     driver.run()
     assert sorted(driver.failures) == [2, 3]
     assert all("does not compile" in why for why in driver.failures.values())
+    assert driver.refused == {2, 3}
     assert len(driver.tokens[1]) == 9
     assert driver.is_idle_and_empty()
 
@@ -208,15 +230,49 @@ def test_a_model_without_a_tokenizer_follows_no_grammar(
     driver.add(2, [3], max_tokens=2)
     driver.run()
     assert "tokenizer.json" in driver.failures[1]
+    assert driver.refused == set()
     assert len(driver.tokens[2]) == 2
 
 
-def test_a_grammar_that_leaves_no_allowed_token_ends_its_request_alone(driver: Any) -> None:
-    driver.add(1, [3], grammar=regex("[0-9]+"), allowed_token_ids=tuple(ids_of("abc")))
-    driver.add(2, [3], max_tokens=3)
+@pytest.mark.parametrize(
+    ("params", "num_tokens", "named"),
+    [
+        ({"allowed_token_ids": tuple(ids_of("abc"))}, 0, "allowed_token_ids"),
+        ({"allowed_token_ids": tuple(ids_of("0123456789"))}, 2, "allowed_token_ids"),
+        ({"bad_token_ids": tuple(ids_of("abc"))}, 2, "bad_words"),
+        (
+            {"allowed_token_ids": tuple(ids_of("0a")), "bad_token_ids": tuple(ids_of("abc"))},
+            2,
+            "allowed_token_ids and bad_words",
+        ),
+    ],
+)
+def test_rules_that_leave_no_token_of_a_grammar_are_refused_by_name_and_alone(
+    params: dict[str, Any], num_tokens: int, named: str, driver: Any
+) -> None:
+    driver.add(1, [3], grammar=regex("[0-9]{2}[abc]"), **params)
+    driver.add(2, [3], max_tokens=5)
     driver.run()
-    assert "grammar" in driver.failures[1]
-    assert len(driver.tokens[2]) == 3
+    assert driver.refused == {1}
+    assert f"the first {num_tokens}: of those that the grammar has there, {named} let none come" in driver.failures[1]
+    assert len(driver.tokens.get(1, [])) == num_tokens
+    assert len(driver.tokens[2]) == 5
+
+
+def test_a_grammar_that_becomes_too_complex_is_refused_when_it_does(
+    model_directory: Path, make_driver: MakeDriver, make_hashing_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.grammar._MAX_LEXER_STATES", 200)
+    driver = make_driver(EngineConfig(model=str(model_directory), max_num_seqs=4), make_hashing_runner())
+    params = {"allowed_token_ids": tuple(ids_of("ab")), "temperature": 2.0, "max_tokens": 500, "seed": 1}
+    driver.add(1, [3], grammar=regex("(.*a.{9}b)+"), **params)
+    driver.add(2, [3], max_tokens=40)
+    driver.run()
+    assert driver.refused == {1}
+    assert "too complex" in driver.failures[1]
+    assert "simplify it" in driver.failures[1]
+    assert set(text_of(driver.tokens[1])) == {"a", "b"}
+    assert len(driver.tokens[2]) == 40
 
 
 def test_rules_and_grammar_hold_together(driver: Any) -> None:
@@ -312,6 +368,7 @@ def test_a_grammar_that_breaks_on_the_way_ends_its_request_alone(driver: Any, mo
     driver.add(2, [3], max_tokens=8)
     driver.run()
     assert driver.failures == {1: "too complex"}
+    assert driver.refused == {1}
     assert driver.tokens[1] == ids_of("aaa")
     assert len(driver.tokens[2]) == 8
 
