@@ -14,15 +14,15 @@ from itertools import islice
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from server.errors import RequestError
-from server.structured_output import Grammar, StructuredFields, find_grammar, has_structure
+from server.grammar_errors import explain
+from server.structured_output import Grammar, StructuredFields, field_of, find_grammar, has_structure
 from server.tokenizer import Tokenizer
 
 _NUM_KEPT = 64  # texts that are known to be good
-_MAX_MESSAGE_CHARS = 400
 _NUM_TRIED_TOKENS = 64
 _NO_INK = frozenset((*b" \t\r\n", 256))  # of the byte tokenizer: they lead nowhere, or end
 _NEEDS_TOKENIZER = "no tokenizer"
-_LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # the engine's
+_LIMITS = LLParserLimits(max_lexer_states=20_000, max_items_in_row=4_100, verbose_errors=False)  # the engine's
 
 
 class _Bytes:
@@ -97,8 +97,8 @@ class GrammarChecker:
         if error:
             for part in grammar.parts() if isinstance(grammar, Grammar) else ():
                 self._check(part)
-            field = grammar.field if isinstance(grammar, Grammar) else "grammar"
-            raise RequestError(f"{field}: {' '.join(error.split())[:_MAX_MESSAGE_CHARS]}", param=field)
+            field = field_of(grammar)
+            raise RequestError(f"{field}: {explain(error)}", param=field)
 
     def _with_named_tokens(self) -> LLTokenizer:
         """Return the tokenizer for grammars that name tokens."""

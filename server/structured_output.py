@@ -5,13 +5,14 @@ Knows the fields: OpenAI's response_format, vLLM's structured_outputs and the ol
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 from llguidance import LLMatcher, grammar_from
 
 from server import json_schema
 from server.errors import RequestError, shown
+from server.grammar_errors import explain
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 _MAX_WRITTEN_BYTES = 64 * 1024  # of grammars that people write: those in GBNF are converted by a parser in Python
@@ -115,15 +116,18 @@ def choice(choices: Sequence[str], *, field: str = "choice") -> Grammar:
 
 
 def ebnf(text: str, *, field: str = "grammar") -> Grammar:
-    """Return a grammar that is written in Lark's notation, or in GBNF, which has "::=".
+    """Return a grammar that is written in Lark's notation, or in GBNF, which has "::=" for its colons.
 
     Raises:
-        RequestError: If it is no text, too long, or cannot be converted.
+        RequestError: If it is no text, too long, in neither, or cannot be converted.
     """
+    if _text(text, field).lstrip().startswith("{"):  # the library's own notation, in which schemas would go unchecked
+        raise RequestError(f"{field} is {shown(text)}: must be a grammar in Lark's notation or in GBNF", param=field)
+    notation: Literal["lark", "grammar"] = "grammar" if "::=" in text else "lark"
     try:
-        grammar = _named(grammar_from("grammar", _text(text, field)), field)
+        grammar = _named(grammar_from(notation, text), field)
     except ValueError as exc:
-        raise RequestError(f"{field}: {exc}", param=field) from exc
+        raise RequestError(f"{field}: {explain(str(exc))}", param=field) from exc
     grammar.is_written = True
     return grammar
 

@@ -158,7 +158,7 @@ def test_a_grammar_beside_tools_is_refused_by_name(client: openai.OpenAI) -> Non
 
 
 def test_a_schema_that_cannot_be_followed_is_refused_when_the_call_is_forced(client: openai.OpenAI) -> None:
-    wrong = {"divisibleBy": {"type": "integer", "divisibleBy": 2}, "Invalid type: cat": {"type": "cat"}}
+    wrong = {"divisibleBy": {"type": "integer", "divisibleBy": 2}, "the type cat": {"type": "cat"}}
     for what, schema in wrong.items():
         function = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
         tools = [TOOLS[0], {"type": "function", "function": function}]

@@ -89,7 +89,7 @@ def test_stop_tokens_that_are_text_end_an_output_only_where_it_is_whole_with_the
     for handle, pattern in enumerate(expected):
         driver.add(handle, [3, handle], grammar=regex(pattern), logit_bias=((letter, 100.0), (END, -100.0)), **params)
     driver.run()
-    for handle, (pattern, text) in enumerate(expected.items()):
+    for handle, text in enumerate(expected.values()):
         tokens, finish = driver.tokens[handle], driver.finishes[handle]
         if text:
             assert (text_of(tokens), finish) == (text, (FinishReason.STOP, letter))
