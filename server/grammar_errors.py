@@ -97,7 +97,9 @@ def _told(error: str) -> str:
     if (found := _OTHER_BAD_REGEX.search(error)) is not None:
         return f"the regular expression is wrong, {found['reason']}: {_SYNTAX}"
     if _ANCHOR.search(error):
-        return r"the regular expression has \b, or ^ or $ inside: not supported, leave them out (the whole output must match)"
+        return (
+            r"the regular expression has \b, or ^ or $ inside: not supported, leave them out, all of the output matches"
+        )
     if (found := _EXPECTED.fullmatch(error)) is not None:
         return f"the schema has {found[2]} {found[3]}: must be {_KINDS.get(found[1], found[1])}"
     for pattern, told in _TABLE:

@@ -40,7 +40,7 @@ def _after_thought(form: str, reasoning: bool | None) -> str:
     """Return the grammar of a form that comes after the reasoning which the prompt has begun."""
     if not form or not reasoning:
         return form
-    thought, lines = thought_rules(reasoning)
+    thought, _, lines = thought_rules(reasoning)
     grammar = with_form("\n".join([f"start: {thought}@form", *lines]), form)
     grammar.field = field_of(form)
     return grammar
@@ -57,8 +57,8 @@ def _call_or_form(use: ToolUse, parsing: ChatParsing, form: str, special_token_i
             param=form.field,
         )
     markers = {marker: special_token_id(marker) for marker in parsing.tools.markers}
-    thought, thought_lines = thought_rules(parsing.reasoning)
-    lines = [f"start: {thought}answer", "answer: calls | @form", *thought_lines, *_calls(use, syntax, markers)]
+    thought, gap, thought_lines = thought_rules(parsing.reasoning)
+    lines = [f"start: {thought}answer", f"answer: {gap}calls | @form", *thought_lines, *_calls(use, syntax, markers)]
     lines += [f"call_{i}: {_object(i, function, syntax.arguments)}" for i, function in use.functions.items()]
     grammar = with_form("\n".join(lines), form)
     grammar.field, grammar.parts = "tools", use.schemas  # the form has been checked alone

@@ -130,9 +130,9 @@ class ToolUse:
         Raises:
             RequestError: If a schema cannot be followed, or they are too long.
         """
-        thought, thought_lines = thought_rules(reasoning)
+        thought, gap, thought_lines = thought_rules(reasoning)
         arguments = [f"parameters_{place}" for place in self.functions]
-        rules = [f"start: {thought}{arguments[0] if self.mode == 'named' else 'calls'}", *thought_lines]
+        rules = [f"start: {thought}{gap}{arguments[0] if self.mode == 'named' else 'calls'}", *thought_lines]
         if self.mode == "required":
             more = f'(", " call){{0,{MAX_CALLS - 1}}} ' if self.is_parallel else ""
             calls = [f"call_{place}" for place in self.functions]
@@ -197,13 +197,16 @@ def tool_use(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool
     return ToolUse(functions=functions, mode=choice or "auto", is_parallel=is_parallel)
 
 
-def thought_rules(reasoning: bool | None) -> tuple[str, list[str]]:
-    """Return what a grammar says before an answer, and the rules for it; argument as ToolUse.grammar's."""
+def thought_rules(reasoning: bool | None) -> tuple[str, str, list[str]]:
+    """Return what a grammar says before an answer, before its calls, and the rules for both; argument as grammar's.
+
+    Only calls may come after a gap: in a form it would be text, and most forms have none there.
+    """
     if reasoning is None:
-        return "", []
+        return "", "", []
     opening = "" if reasoning else '"<think>" '
-    rules = [f"thought: {opening}thinking /\\s{{0,4}}/", 'thinking[suffix="</think>"]: /(?s:.*)/']
-    return "thought " if reasoning else "thought? ", rules
+    rules = [f"thought: {opening}thinking", 'thinking[suffix="</think>"]: /(?s:.*)/', r"gap: /[ \n]{0,4}/"]
+    return "thought " if reasoning else "thought? ", "gap ", rules
 
 
 def _checked(tools: list[Tool]) -> dict[int, FunctionDefinition]:

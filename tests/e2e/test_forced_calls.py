@@ -98,6 +98,25 @@ def test_one_call_alone_where_parallel_calls_are_off_and_allowed_tools_where_the
         assert check(choice, "tool_calls") == ["get_weather"]
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_no_stop_of_the_request_cuts_a_forced_call(client: openai.OpenAI, choice: Any) -> None:
+    options: dict[str, Any] = {"tool_choice": choice, "seed": 1, "parallel_tool_calls": False}
+    whole = ask(client, **options).choices[0]
+    finish = "tool_calls" if choice == "required" else "stop"
+    assert check(whole, finish) == ["get_weather"] or choice == "required"
+    tokenizer = Tokenizer.from_file(str(ensure_default_model() / "tokenizer.json"))
+    ids = [token_id for text in ("{", '"', "[", ":", '":') for token_id in tokenizer.encode(text).ids]
+    question: Any = [{"role": "user", "content": "How is the weather in Paris?"}]
+    for stops in ({"stop": ["{", '"', "city", "}"]}, {"extra_body": {"stop_token_ids": ids, "min_tokens": 3}}):
+        stopped: Any = {**options, **stops}
+        again = ask(client, **stopped).choices[0]
+        check(again, finish)
+        assert calls_of(again) == calls_of(whole)
+        extra = {"tools": TOOLS, "max_tokens": 1200, "temperature": 1.0}
+        streamed_again = streamed(client, messages=question, **extra, **stopped).choices[0]
+        assert calls_of(streamed_again) == calls_of(whole)
+
+
 FORM = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMAS["get_weather"], "strict": True}}
 
 

@@ -15,6 +15,7 @@ import jsonschema
 import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
 
 from server import structured_output
 from server.model_path import resolve
@@ -150,6 +151,48 @@ def test_a_stop_string_ends_no_object(server: RunningServer) -> None:
         assert choice["message"]["content"] == whole
 
 
+def ids_of(*texts: str) -> list[int]:
+    tokenizer = Tokenizer.from_file(str(Path(resolve(None)) / "tokenizer.json"))
+    return [token_id for text in texts for token_id in tokenizer.encode(text, add_special_tokens=False).ids]
+
+
+@pytest.mark.parametrize(
+    ("body", "num_tokens"),
+    [
+        ({"guided_choice": ["yes", "no"], "allowed_token_ids": ids_of(*"0123456789")}, 0),
+        ({"guided_choice": ["yes"], "bad_words": ["yes", "ye", "y"]}, 0),
+        ({"guided_regex": "[0-9]{3}[a-z]", "allowed_token_ids": ids_of(*"0123456789")}, 3),
+    ],
+)
+def test_fields_that_leave_a_form_no_token_are_a_400_or_once_there_is_text_an_event(
+    body: dict[str, Any], num_tokens: int, server: RunningServer
+) -> None:
+    error = server.post(CHAT, messages=QUESTION, **body).json()["error"]
+    assert (error["code"], error["param"]) == (400, next(iter(body)))
+    assert f"the first {num_tokens}: " in error["message"]
+    assert next(name for name in body if name in ("allowed_token_ids", "bad_words")) in error["message"]
+    if num_tokens:
+        *_, event, done = server.stream(CHAT, messages=QUESTION, **body)
+        assert (event, done) == ({"error": error}, "[DONE]")
+    else:
+        assert server.post(CHAT, messages=QUESTION, stream=True, **body).status_code == 400
+
+
+def test_only_ends_allowed_before_min_tokens_are_refused(server: RunningServer) -> None:
+    for ends in ({"allowed_token_ids": [2]}, {"allowed_token_ids": ids_of("a"), "stop_token_ids": ids_of("a")}):
+        response = server.post(CHAT, messages=QUESTION, min_tokens=3, **ends)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "allowed_token_ids")
+
+
+def test_a_stop_token_that_is_text_ends_no_object(server: RunningServer) -> None:
+    body = {"response_format": response_format(PERSON), "seed": 5, "max_tokens": 150}
+    whole = chat(server, **body)["choices"][0]["message"]["content"]
+    for min_tokens in (0, 9):
+        stops = {"stop_token_ids": ids_of("{", '"', '{"', ' "', ":", "a"), "min_tokens": min_tokens}
+        choice = chat(server, **body, **stops)["choices"][0]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", whole)
+
+
 def test_logprobs_and_usage_count_every_token_of_an_object(server: RunningServer) -> None:
     answer = chat(server, response_format=response_format(PERSON), seed=5, logprobs=True, max_tokens=150)
     (choice,) = answer["choices"]
@@ -208,6 +251,28 @@ async def _ask_all(
             return choice
 
         return await asyncio.gather(*map(ask, bodies))
+
+
+async def test_a_form_is_whole_behind_the_reasoning_that_the_prompt_begins(
+    shared_server: SharedServers, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    own = json.loads((Path(resolve(None)) / "tokenizer_config.json").read_text())["chat_template"]
+    template = tmp_path_factory.mktemp("thinking") / "template.jinja"
+    template.write_text(own + "{% if add_generation_prompt %}<think>\n{% endif %}")
+    thinking = shared_server("--reasoning-parser", "think", "--chat-template", str(template))
+    schema = an_object({"kind": {"enum": ["cat", "dog"]}, "age": {"type": "integer", "minimum": 0, "maximum": 30}})
+    form = {"response_format": response_format(schema), "temperature": 1.0, "max_tokens": 300}
+    bodies = [form | {"logit_bias": dict.fromkeys(map(str, ids_of("</think>")), 6), "seed": n} for n in range(8)]
+    choices = await _ask_all(thinking, bodies)
+    ended = [choice for choice in choices if choice["finish_reason"] == "stop"]
+    assert ended
+    assert any(choice["message"]["reasoning_content"] for choice in choices)
+    for choice in ended:
+        assert choice["message"]["content"][0] == "{"
+        assert problem_of(choice["message"]["content"], schema) == ""
+    events = thinking.stream(CHAT, messages=QUESTION, **bodies[choices.index(ended[0])])[:-1]
+    text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+    assert events[-1]["choices"][0]["finish_reason"] != "stop" or problem_of(text, schema) == ""
 
 
 async def test_many_at_once_mixed_with_plain_requests(server: RunningServer) -> None:

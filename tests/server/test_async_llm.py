@@ -27,6 +27,7 @@ from server.model_info import ModelInfo
 from server.output_processor import CHUNK_ROWS, OutputProcessor
 from server.outputs import CompletionOutput, OutputKind, RequestOutput
 from server.sampling_params import SamplingParams
+from server.structured_output import regex
 from shm_transport.config import RingConfig
 from shm_transport.messages import Data
 from shm_transport.records import DataContent, Pooling, RecordKind
@@ -356,6 +357,33 @@ async def test_the_siblings_of_a_sequence_that_failed_leave_the_engine(start: St
     assert str(error) == "it failed"
     assert llm.num_live == 0
     await until(lambda: llm.load.num_running == 1)  # the one that the engine says it has dropped itself
+
+
+@pytest.mark.parametrize(
+    ("grammar", "field"), [(regex("a+", field="guided_regex"), "guided_regex"), ('start: "a"', "grammar")]
+)
+async def test_a_grammar_that_the_engine_refuses_is_the_requests_fault_and_named_by_its_field(
+    start: Starter, grammar: str, field: str
+) -> None:
+    llm = start(**SLOW)
+    _, error = await drain(aiter(llm.generate(request(n=2, grammar=grammar, **ENDLESS))).__anext__)
+    assert isinstance(error, RequestError)
+    assert (error.status, error.param) == (400, field)
+    assert str(error).startswith(f"{field}: the synthetic engine's text follows no grammar")
+    assert llm.num_live == 0
+
+
+async def test_other_refusals_name_no_field_and_late_ones_nobody(start: Starter) -> None:
+    llm = start(**SLOW)
+    collector = llm.submit(await llm.input_processor.process(request(**ENDLESS)))
+    (handle,) = [state.handle for state in llm._pipe.outputs._states if state is not None]
+    refusal = Message(RecordKind.REFUSAL, struct.pack("<Q", handle) + b"there is no such adapter")
+    _take_message(llm._pipe, refusal)
+    _, error = await drain(collector.get)
+    assert isinstance(error, RequestError)
+    assert (str(error), error.param) == ("there is no such adapter", None)
+    _take_message(llm._pipe, refusal)
+    assert llm.is_running
 
 
 async def test_data_of_the_engine_is_kept_with_its_request_and_dropped_once_that_is_gone(start: Starter) -> None:

@@ -115,7 +115,8 @@ def test_a_thought_may_come_before_either() -> None:
     for reasoning, thought in ((False, "<think>so</think>\n"), (True, "so</think>")):
         parsing = ChatParsing(tools=FORMATS["hermes"], reasoning=reasoning)
         grammar = answer_grammar(use, parsing, form, {}.get)
-        assert admits(grammar, f"{thought}ab")
+        assert admits(grammar, f"{thought.strip()}ab")
+        assert not admits(grammar, f"{thought}\u205fab")
         assert admits(grammar, thought + CALLS["hermes"][0])
 
 
@@ -160,9 +161,10 @@ def test_a_form_comes_after_the_reasoning_that_the_prompt_has_begun(name: str) -
     make, text = FORMS[name]
     grammar = answer_grammar(None, ChatParsing(reasoning=True), make(), {}.get)
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
-    assert matcher.consume_tokens(list(f"Let me see {{</think>\n\n{text}".encode()))
-    assert matcher.is_accepting()
+    for gap, is_admitted in (("", True), ("\n\n", False), ("\u205f", False)):
+        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        is_followed = matcher.consume_tokens(list(f"Let me see {{</think>{gap}{text}".encode()))
+        assert (is_followed and matcher.is_accepting()) == is_admitted
     assert isinstance(grammar, Grammar)
     assert grammar.field == make().field
     assert answer_grammar(None, ChatParsing(reasoning=None), make(), {}.get) == make()
