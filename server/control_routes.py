@@ -13,7 +13,6 @@ from server.async_llm import AsyncLLM
 from server.endpoint import Endpoint
 from server.errors import EngineCallError, NotFoundError, RequestError, ServerError, shown
 from server.json_response import JsonResponse
-from server.request_body import read_body
 from server.serving import Serving
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -184,13 +183,13 @@ async def abort_requests(request: Request) -> ASGIApp:
     has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
     body = AbortRequestsRequest()
     if has_body:
-        body = await read_body(request, AbortRequestsRequest, _serving(request).max_body_bytes)
+        body = await _serving(request).bodies.read(request, AbortRequestsRequest)
     return JsonResponse(AbortRequestsResponse("aborted", _llm(request).abort_requests(body.request_ids or None)))
 
 
 async def collective_rpc(request: Request) -> ASGIApp:
     """POST /collective_rpc."""
-    body = await read_body(request, CollectiveRpcRequest, _serving(request).max_body_bytes)
+    body = await _serving(request).bodies.read(request, CollectiveRpcRequest)
     try:
         async with asyncio.timeout(body.timeout):
             result = await _llm(request).call(body.method, *body.args, **body.kwargs)
@@ -202,7 +201,7 @@ async def collective_rpc(request: Request) -> ASGIApp:
 async def load_lora_adapter(request: Request) -> ASGIApp:
     """POST /v1/load_lora_adapter."""
     serving = _serving(request)
-    body = await read_body(request, LoadAdapterRequest, serving.max_body_bytes)
+    body = await serving.bodies.read(request, LoadAdapterRequest)
     name = body.lora_name
     if not name or not body.lora_path:
         raise InvalidUserInputError("lora_name and lora_path must both be set", param="lora_name")
@@ -219,7 +218,7 @@ async def load_lora_adapter(request: Request) -> ASGIApp:
 async def unload_lora_adapter(request: Request) -> ASGIApp:
     """POST /v1/unload_lora_adapter."""
     serving = _serving(request)
-    name = (await read_body(request, UnloadAdapterRequest, serving.max_body_bytes)).lora_name
+    name = (await serving.bodies.read(request, UnloadAdapterRequest)).lora_name
     if name not in serving.adapters:
         raise NotFoundError(f"lora_name is {shown(name)}: there is no such adapter", param="lora_name")
     serving.adapters.remove(name)  # at once, so that no request names it from here on

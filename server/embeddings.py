@@ -21,7 +21,6 @@ from starlette.types import ASGIApp, Receive
 from server.endpoint import Endpoint
 from server.errors import ClientGoneError, RequestError, shown
 from server.input_processor import EncodeRequest, Truncation
-from server.request_body import read_body
 from server.request_id import HEADER, request_id
 from server.serving import Serving
 from server.sink import until_disconnect
@@ -132,7 +131,7 @@ async def embeddings(request: Request) -> ASGIApp:
     """POST /v1/embeddings."""
     serving: Serving = request.app.state.serving
     llm = serving.llm
-    body = await read_body(request, EmbeddingRequest, serving.max_body_bytes)
+    body = await serving.bodies.read(request, EmbeddingRequest)
     serving.check_model(body.model)
     body.check_dimensions(llm.model.embedding_size)
     name = request_id(request, body.request_id)

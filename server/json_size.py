@@ -6,7 +6,7 @@ from server.errors import RequestError
 
 MAX_CONTAINERS = 65_536  # objects and lists: so many take 5 ms to decode
 MAX_MEMBERS = 131_072  # of objects: 20 ms
-MAX_VALUES = 2**21  # numbers and texts beside each other: 40 ms; a prompt of any model's context has fewer
+MAX_VALUES = 2**20  # numbers and texts beside each other: up to 60 ms; prompts of few models have as many
 
 
 def check_json_size(text: bytes, name: str, *, param: str | None = None) -> None:

@@ -27,7 +27,9 @@ from server.connection_sweep import ConnectionLimits, ConnectionSweep
 from server.cors import Cors, CorsPolicy
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
+from server.kept_memory import KeptMemory
 from server.listener import bound, tls_context, url_of
+from server.request_body import BodyReader
 from server.request_log import RequestLog
 from server.response_store import ResponseStore
 from server.serving import Serving
@@ -64,6 +66,7 @@ class Server(uvicorn.Server):
         self._sweep = ConnectionSweep(self.server_state.connections, limits)
         self._death_task: asyncio.Task[None] | None = None
         self._throughput_log = ThroughputLog(llm.metrics)
+        self._kept_memory = KeptMemory()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, say where, and watch the engine."""
@@ -73,6 +76,7 @@ class Server(uvicorn.Server):
             self._throughput_log.start()
         await super().startup(sockets)
         self._sweep.start()
+        self._kept_memory.start()
         print(self._banner, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  # a signal handler's
@@ -100,6 +104,7 @@ class Server(uvicorn.Server):
         self.config.timeout_graceful_shutdown = left_s  # type: ignore[assignment]  # wait_for takes fractions too
         await super().shutdown(sockets)
         self._sweep.stop()
+        self._kept_memory.stop()
         self._throughput_log.stop()
         if self.force_exit:
             self._llm.fail_all(ShuttingDownError("the server was told twice to end"))
@@ -167,7 +172,7 @@ def _serving(config: ServeConfig, llm: AsyncLLM) -> Serving:
         model_names=_model_names(config, llm.model.directory_name),
         adapters=list(config.adapter_names),
         version=importlib.metadata.version("ringserve"),
-        max_body_bytes=config.max_body_mb * 2**20,
+        bodies=BodyReader(config.max_body_mb * 2**20),
         responses=ResponseStore(config.max_stored_responses),
         chat=ChatSettings.of(llm.model.chat_template, config.tool_call_parser, config.reasoning_parser),
     )

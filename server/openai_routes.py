@@ -23,7 +23,6 @@ from server.json_response import JsonResponse
 from server.logprob_format import ChatLogprobs, CompletionLogprobs, TokenNames
 from server.outputs import OutputKind
 from server.parsed_chunks import ParsedChunks, parsed_choice
-from server.request_body import read_body
 from server.request_id import HEADER, request_id
 from server.sampling_params import SamplingParams
 from server.serving import Serving, StreamResponse, collect
@@ -61,7 +60,7 @@ class _Times:
 async def chat_completions(request: Request) -> ASGIApp:
     """POST /v1/chat/completions."""
     serving: Serving = request.app.state.serving
-    body = await read_body(request, ChatCompletionRequest, serving.max_body_bytes)
+    body = await serving.bodies.read(request, ChatCompletionRequest)
     serving.check_model(body.model)
     body.check()
     defaults = serving.llm.model.sampling_defaults
@@ -85,7 +84,7 @@ async def chat_completions(request: Request) -> ASGIApp:
 async def completions(request: Request) -> ASGIApp:
     """POST /v1/completions."""
     serving: Serving = request.app.state.serving
-    body = await read_body(request, CompletionRequest, serving.max_body_bytes)
+    body = await serving.bodies.read(request, CompletionRequest)
     serving.check_model(body.model)
     body.check()
     params = body.sampling_params(body.token_limit(), serving.llm.model.sampling_defaults, logprobs=body.logprobs)

@@ -22,25 +22,47 @@ _MISSING = re.compile(r"missing required field `(\w+)`")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 
 
-async def read_body(request: Request, kind: type[T], max_bytes: int) -> T:
-    """Return the request's body as a `kind`, and note in its state when it was there.
+class BodyReader:
+    """Reads bodies of at most `max_bytes`. Large ones are decoded one a turn of the loop, however many come at once."""
 
-    Raises:
-        RequestError: If it is not JSON of this kind, or its content type is not application/json.
-        BodyTooLargeError: If it exceeds `max_bytes`.
-        ClientGoneError: If the client left before it was there.
-    """
-    content_type = request.headers.get("content-type", "")
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise RequestError(f"Content-Type is {content_type!r}: must be application/json")
-    try:
-        body = await _read(request, max_bytes)
-    except ClientDisconnect as exc:
-        raise ClientGoneError("the client closed its connection before its request was complete") from exc
-    request.state.arrival_ns = time.monotonic_ns()
-    if len(body) > _INLINE_BYTES:
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._turn = asyncio.Lock()
+
+    async def read(self, request: Request, kind: type[T]) -> T:
+        """Return a request's body as a `kind`, and note in its state when it was there.
+
+        Raises:
+            RequestError: If it is not JSON of this kind, or its content type is not application/json.
+            BodyTooLargeError: If it exceeds the limit.
+            ClientGoneError: If the client left before it was there.
+        """
+        content_type = request.headers.get("content-type", "")
+        if content_type.partition(";")[0].strip().lower() != "application/json":
+            raise RequestError(f"Content-Type is {content_type!r}: must be application/json")
+        try:
+            body = await self._bytes(request)
+        except ClientDisconnect as exc:
+            raise ClientGoneError("the client closed its connection before its request was complete") from exc
+        request.state.arrival_ns = time.monotonic_ns()
+        if len(body) <= _INLINE_BYTES:
+            return decode(body, kind)
         await asyncio.to_thread(check_json_size, body, "the body")
-    return decode(body, kind)
+        async with self._turn:
+            await asyncio.sleep(0)  # all others have their turn between two of these
+            return decode(body, kind)
+
+    async def _bytes(self, request: Request) -> bytes:
+        length, most = request.headers.get("content-length", "0"), self._max_bytes
+        if length.isdecimal() and int(length) > most:
+            raise BodyTooLargeError(f"the body has {length} bytes: at most {most}")
+        parts, num_bytes = [], 0
+        async for part in request.stream():
+            num_bytes += len(part)
+            if num_bytes > most:
+                raise BodyTooLargeError(f"the body exceeds the limit of {most} bytes")
+            parts.append(part)
+        return b"".join(parts)
 
 
 def decode(body: bytes, kind: type[T]) -> T:
@@ -60,19 +82,6 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise RequestError(f"the body is not valid UTF-8: {exc.reason} at byte {exc.start}") from exc
     except RecursionError as exc:
         raise RequestError("the body is nested too deeply: flatten it") from exc
-
-
-async def _read(request: Request, max_bytes: int) -> bytes:
-    length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > max_bytes:
-        raise BodyTooLargeError(f"the body has {length} bytes: at most {max_bytes}")
-    parts, num_bytes = [], 0
-    async for part in request.stream():
-        num_bytes += len(part)
-        if num_bytes > max_bytes:
-            raise BodyTooLargeError(f"the body exceeds the limit of {max_bytes} bytes")
-        parts.append(part)
-    return b"".join(parts)
 
 
 def _field_error(body: bytes, message: str) -> RequestError:

@@ -16,7 +16,6 @@ from server.endpoint import Endpoint
 from server.errors import RequestError, shown
 from server.json_response import JsonResponse
 from server.logprob_format import ChatLogprobs
-from server.request_body import read_body
 from server.request_id import HEADER, request_id
 from server.response_store import StoredResponse
 from server.responses_plan import Plan, Prepared, make_plan, not_found, prepare
@@ -132,7 +131,7 @@ ENDPOINTS = (
 
 async def _read(request: Request) -> ResponseRequest:
     serving: Serving = request.app.state.serving
-    body = await read_body(request, ResponseRequest, serving.max_body_bytes)
+    body = await serving.bodies.read(request, ResponseRequest)
     serving.check_model(body.model)
     body.check()
     return body

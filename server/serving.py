@@ -18,6 +18,7 @@ from server.errors import ClientGoneError, NotFoundError, ServerError, shown
 from server.generation_fields import StreamOptions
 from server.input_processor import ProcessedRequest
 from server.outputs import RequestOutput
+from server.request_body import BodyReader
 from server.request_id import HEADER
 from server.response_store import ResponseStore
 from server.sink import Headers, open_sink, until_disconnect
@@ -31,7 +32,7 @@ class Serving:
     llm: AsyncLLM
     model_names: tuple[str, ...]  # the first is the one that responses report
     version: str
-    max_body_bytes: int
+    bodies: BodyReader
     responses: ResponseStore = field(default_factory=ResponseStore)
     chat: ChatSettings = field(default_factory=ChatSettings)
     adapters: list[str] = field(default_factory=list)  # LoRA: models of their own to requests; they come and go

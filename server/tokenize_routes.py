@@ -12,7 +12,6 @@ from server.endpoint import Endpoint
 from server.errors import RequestError
 from server.json_response import JsonResponse
 from server.model_info import ModelInfo
-from server.request_body import read_body
 from server.serving import Serving
 from server.tools import Tool
 from server.workers import run_near
@@ -76,7 +75,7 @@ class DetokenizeResponse(msgspec.Struct):
 async def tokenize(request: Request) -> ASGIApp:
     """POST /tokenize."""
     serving: Serving = request.app.state.serving
-    body = await read_body(request, TokenizeRequest, serving.max_body_bytes)
+    body = await serving.bodies.read(request, TokenizeRequest)
     serving.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("prompt and messages are both set, or neither: send one of them", param="prompt")
@@ -93,7 +92,7 @@ async def tokenize(request: Request) -> ASGIApp:
 async def detokenize(request: Request) -> ASGIApp:
     """POST /detokenize."""
     serving: Serving = request.app.state.serving
-    body = await read_body(request, DetokenizeRequest, serving.max_body_bytes)
+    body = await serving.bodies.read(request, DetokenizeRequest)
     serving.check_model(body.model)
     is_short = len(body.tokens) <= _INLINE_ITEMS
     return JsonResponse(await run_near(is_short, _detokenize, serving.llm.model, body.tokens))

@@ -9,7 +9,7 @@ from starlette.types import Message
 from server.chat_request import ChatCompletionRequest
 from server.completion_request import CompletionRequest
 from server.errors import BodyTooLargeError, RequestError
-from server.request_body import decode, read_body
+from server.request_body import BodyReader, decode
 
 JSON = {"content-type": "application/json"}
 
@@ -33,7 +33,7 @@ def read(body: bytes, headers: dict[str, str], max_bytes: int = 100, part_bytes:
     async def receive() -> Message:
         return messages.pop(0)
 
-    return asyncio.run(read_body(Request(scope, receive), Body, max_bytes)), len(messages)
+    return asyncio.run(BodyReader(max_bytes).read(Request(scope, receive), Body)), len(messages)
 
 
 def test_a_body_in_parts_is_whole() -> None:
@@ -119,3 +119,27 @@ def test_an_enum_s_value_is_shown_in_part() -> None:
 def test_a_body_of_many_small_values_is_refused_before_it_is_decoded() -> None:
     with pytest.raises(RequestError, match="the body has 70002 objects and lists"):
         read(b'{"inner":[' + b"[]," * 70_000 + b"1]}", JSON, max_bytes=10**6, part_bytes=10**6)
+
+
+def test_large_bodies_that_are_there_at_once_are_decoded_in_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn, decoded_in, data = 0, [], b'{"inner":[],"name":"%b"}' % (b"x" * 100_000)
+
+    def noted(body: bytes, kind: type[Body]) -> Body:
+        decoded_in.append(turn)
+        return decode(body, kind)
+
+    async def run() -> None:
+        nonlocal turn
+        reader, scope = BodyReader(10**6), {"type": "http", "headers": [(b"content-type", b"application/json")]}
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": data, "more_body": False}
+
+        reads = [asyncio.create_task(reader.read(Request(scope, receive), Body)) for _ in range(6)]
+        while not all(read.done() for read in reads):
+            turn += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr("server.request_body.decode", noted)
+    asyncio.run(run())
+    assert len(set(decoded_in)) == 6
