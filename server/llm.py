@@ -23,6 +23,7 @@ from server.config import ServeConfig
 from server.errors import EngineDeadError, EngineGenerateError, RequestError, shown
 from server.input_processor import EncodeRequest, GenerateRequest, ProcessedRequest
 from server.outputs import EmbeddingOutput, OutputKind, RequestOutput
+from server.param_types import check_types
 from server.sampling_params import SamplingParams
 from server.workers import run_all
 from shm_transport.records import Pooling
@@ -81,7 +82,8 @@ class LLM:
             use_tqdm: Whether to draw a progress bar on stderr.
 
         Raises:
-            RequestError: If a prompt or its parameters are wrong, naming it; nothing has run then.
+            RequestError: If a prompt or its parameters are wrong, naming it; nothing has run then, unless the engine
+                had to find it.
             EngineGenerateError: If the engine failed a prompt, naming it; the others are aborted.
             EngineDeadError: If the engine is gone.
         """
@@ -173,9 +175,16 @@ class LLM:
     def _generate(self, prompts: Sequence[Prompt], params: Params, name: str, *, use_tqdm: bool) -> list[RequestOutput]:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         if not (isinstance(each, Sequence) and all(isinstance(one, SamplingParams) for one in each)):
-            raise RequestError(f"params are {shown(params)}: SamplingParams for all, or a list of one for each")
+            raise RequestError(
+                f"params are {shown(params)}: must be SamplingParams for all, or a list of one for each", param="params"
+            )
         if len(each) != len(prompts):
-            raise RequestError(f"params are {len(each)} for {len(prompts)} {name}: one for all, or one for each")
+            raise RequestError(
+                f"params are {len(each)} for {len(prompts)} {name}: must be one for all, or one for each",
+                param="params",
+            )
+        for one in {id(one): one for one in each}.values():
+            check_types(one)
         requests = [
             GenerateRequest(
                 request_id=next(self._request_ids), prompt=prompt, name=f"{name}[{index}]", params=each[index],
@@ -252,7 +261,9 @@ def _shut_down(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return several prompts, or the one, as a list."""
     if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts is {shown(prompts)}: a text, token ids, or a list of either", param="prompts")
+        raise RequestError(
+            f"prompts is {shown(prompts)}: must be a text, token ids, or a list of either", param="prompts"
+        )
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
@@ -273,8 +284,8 @@ def _pooling(name: str | None) -> Pooling | None:
 
 def _conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
     """Return several conversations, or the one, as a list."""
-    if not isinstance(messages, Sequence):
-        raise RequestError(f"messages is {shown(messages)}: a list of messages, or several", param="messages")
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise RequestError(f"messages is {shown(messages)}: must be a list of messages, or several", param="messages")
     return [messages] if messages and isinstance(messages[0], dict) else messages  # type: ignore[list-item,return-value]
 
 
@@ -283,3 +294,5 @@ async def _run_named(run: Callable[[ProcessedRequest], Awaitable[T]], request: P
         return await run(request)
     except EngineGenerateError as exc:
         raise EngineGenerateError(f"{name}: {exc}") from exc
+    except RequestError as exc:  # what only the engine could see
+        raise RequestError(f"{name}: {exc}", param=name) from exc

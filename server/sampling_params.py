@@ -5,6 +5,7 @@ from collections.abc import Sized
 from dataclasses import dataclass
 
 from server.errors import check_field
+from server.param_types import check_types
 from shm_transport.records import MAX_LOGPROBS
 
 MAX_N = 128
@@ -55,7 +56,14 @@ class SamplingParams:
     stream_interval: int = 1  # tokens in a delta, the first and the last aside; the server may ask for more
 
     def __post_init__(self) -> None:
-        """Raise RequestError for a value out of its range."""
+        """Raise RequestError for a value out of its range, or of a type that has none."""
+        try:
+            self._check_ranges()
+        except TypeError:
+            check_types(self)
+            raise
+
+    def _check_ranges(self) -> None:
         check_field(1 <= self.n <= MAX_N, "n", self.n, _N_RULE)
         check_field(
             self.max_tokens is None or self.max_tokens >= 0, "max_tokens", self.max_tokens, "must be at least 0"

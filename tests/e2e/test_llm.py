@@ -134,12 +134,45 @@ def test_embeddings_come_in_order(llm) -> None:
         (lambda llm: llm.chat([[{"role": "user", "content": 3}]], use_tqdm=False), "messages[0]"),
         (lambda llm: llm.embed(["a", ""], use_tqdm=False), "prompts[1]"),
         (lambda llm: llm.embed(["a"], pooling="cls", use_tqdm=False), "pooling"),
+        (lambda llm: llm.generate(5), "prompts is 5: must be a text, token ids, or a list of either"),
+        (lambda llm: llm.generate(None), "prompts is None: must be"),
+        (lambda llm: llm.generate({"prompt": "a"}), "prompts is {'prompt': 'a'}: must be"),
+        (lambda llm: llm.generate(np.array([1, 2])), "prompts is array([1, 2]): must be"),
+        (lambda llm: llm.generate(["a", None]), "prompts[1] is None: must be a text or a list of token ids"),
+        (lambda llm: llm.generate(["a", 5]), "prompts[1] is 5: must be a text or a list of token ids"),
+        (lambda llm: llm.generate([5, "a"]), "prompts[0] holds 'a': token ids are integers"),
+        (lambda llm: llm.generate(b"ab"), "prompts[0] is b'ab': must be a text or a list of token ids"),
+        (lambda llm: llm.generate([[1, 2.5]]), "prompts[0] holds 2.5: token ids are integers"),
+        (lambda llm: llm.generate("a", {"max_tokens": 5}), "params are {'max_tokens': 5}: must be SamplingParams"),
+        (lambda llm: llm.generate("a", [GREEDY, None]), "must be SamplingParams for all"),
+        (lambda llm: llm.generate("a", 5), "params are 5: must be SamplingParams"),
+        (lambda llm: llm.generate("a", SamplingParams(stop="END")), "stop is 'END': must be a tuple of texts"),
+        (lambda llm: llm.generate("a", SamplingParams(max_tokens=1.5)), "max_tokens is 1.5: must be an integer"),
+        (lambda llm: llm.generate("a", SamplingParams(logit_bias={5: 1.0})), "logit_bias is {5: 1.0}: must be a tuple"),
+        (lambda llm: llm.generate("a", SamplingParams(n=True)), "n is True: must be an integer"),
+        (lambda _: SamplingParams(temperature="hot"), "temperature is 'hot': must be a number"),
+        (lambda _: SamplingParams(n="2"), "n is '2': must be an integer"),
+        (lambda _: SamplingParams(stop=5), "stop is 5: must be a tuple of texts"),
+        (lambda _: SamplingParams(max_tokens="5"), "max_tokens is '5': must be an integer or None"),
+        (lambda llm: llm.chat("hello"), "messages is 'hello': must be a list of messages"),
+        (lambda llm: llm.chat(None), "messages is None: must be a list of messages"),
+        (lambda llm: llm.chat([{"role": "user"}, 5]), "messages[0]: "),
+        (lambda llm: llm.chat([[{"role": "user", "content": "a"}], 5]), "messages[1]: "),
+        (lambda llm: llm.embed(5), "prompts is 5: must be"),
+        (lambda llm: llm.embed(["a", None]), "prompts[1] is None: must be"),
+        (lambda llm: llm.embed(["a", [None]]), "prompts[1] holds None: token ids are integers"),
     ],
 )
 def test_a_wrong_prompt_is_named_before_anything_runs(llm, call, name) -> None:
     with pytest.raises(RequestError, match=re.escape(name)):
         call(llm)
     assert llm._llm.num_live == 0
+
+
+def test_a_prompt_that_the_engine_refuses_is_named(llm) -> None:
+    with pytest.raises(RequestError, match=re.escape("prompts[1]: grammar: ")) as caught:
+        llm.generate(["a", "b"], [GREEDY, SamplingParams(grammar='start: "a"')], use_tqdm=False)
+    assert caught.value.param == "prompts[1]"
 
 
 def test_a_prompt_that_the_engine_fails_is_named_and_the_others_are_aborted() -> None:
