@@ -50,6 +50,11 @@ class _NamedTokens(_Bytes):
         self.special_token_ids = [*added]
         self.tokens = [added[i].encode() if i in added else bytes([*islice(data, 1)]) for i in ids]
         self.eos_token_id = next(iter(added), 0)
+        self._byte_ids = [i for i in ids if i not in added]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Return a text's tokens."""
+        return [self._byte_ids[byte] for byte in super().__call__(text)]
 
 
 class GrammarChecker:

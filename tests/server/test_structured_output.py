@@ -156,6 +156,17 @@ async def test_special_tokens_may_be_named(checker: GrammarChecker) -> None:
     assert await checker.find(fields(guided_grammar='start: "a" <end>')) == 'start: "a" <end>'
 
 
+@pytest.mark.parametrize("grammar", ['start: "ab" <end> "é"', 'start: <end> "a"', 'start: "a" <[0]> | "b" <[3]>'])
+async def test_text_may_stand_beside_special_tokens_wherever_those_are_in_the_vocabulary(grammar: str) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {text: n for n, text in enumerate(["<end>", "<|a|>", *alphabet])}
+    library = LibraryTokenizer(models.BPE(vocab=vocab, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<end>", "<|a|>"])
+    await GrammarChecker(Tokenizer(library, {})).check(grammar)
+
+
 @pytest.mark.parametrize(
     "name",
     ["<end>", "<call>", "<|a|>", "<b>", "<[5]>", "<[256-259]>", "<[260]>", "<[261]>", "<[256,999]>", "<[*]>", "<[^5]>",
