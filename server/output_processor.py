@@ -17,10 +17,11 @@ from server.collector import RequestOutputCollector, output_error
 from server.detokenizer import Detokenizer
 from server.errors import EngineGenerateError
 from server.input_processor import ProcessedRequest
+from server.logprob_format import ScoredRows
 from server.metrics import Metrics
 from server.milestones import FinishedSequence, FirstToken
 from server.outputs import CompletionOutput, OutputKind, TokenLogprobs
-from server.sink import DeltaWriter
+from server.sink import DeltaWriter, ScoredWriter
 from server.stop_strings import StopStringChecker
 from server.tokenizer import Tokenizer
 from shm_transport.messages import Data
@@ -30,6 +31,7 @@ from shm_transport.step_ring import FirstRows, Logprobs, StepRecord
 _MAX_TOKEN_ID = 2**31 - 1  # a row with another id is not held: it fails in its own time
 _HELD_SLICE = 4096  # tokens that one delta takes from those held, about a transport's buffer
 CHUNK_ROWS = 64  # rows between two yields to the event loop, counted across records
+CHUNK_TOKENS = 4096  # the same for tokens that were held and become text in the rows that end their sequences
 _SLOT_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
 _NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
@@ -41,8 +43,8 @@ class RequestState:
 
     __slots__ = (
         "_can_hold", "_checker", "_detokenizer", "_due_at", "_interval", "_kind", "_logprobs", "_num_shown",
-        "_num_undecoded", "_texts", "_token_ids", "_waits_for_end", "_write_delta", "collector", "first", "handle",
-        "index", "is_live", "params", "request",
+        "_num_undecoded", "_texts", "_token_ids", "_waits_for_end", "_write_delta", "_write_scored", "collector",
+        "first", "handle", "index", "is_live", "params", "request",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +81,7 @@ class RequestState:
         self._can_hold = is_plain and request.kind is not OutputKind.CUMULATIVE
         self._waits_for_end = is_plain and request.kind is OutputKind.FINAL_ONLY
         self._write_delta: DeltaWriter | None = None
+        self._write_scored: ScoredWriter | None = None
 
     def try_push(self, token_id: int) -> bool:
         """Take a token that does not end the sequence the short way; False, and nothing done, where there is none."""
@@ -91,6 +94,21 @@ class RequestState:
             return self.try_hold((token_id,), is_behind=False)
         ready = self._detokenizer.ready(token_id)
         if ready is None or (self._checker is not None and not self._checker.ignores(ready[0])) or not write(ready[1]):
+            return False
+        self._token_ids.append(token_id)
+        return True
+
+    def try_push_scored(self, token_id: int, scored: ScoredRows, row: int) -> bool:
+        """Do what try_push does, for a stream with logprobs, which are in one row."""
+        write = self._write_scored
+        if write is None or self.collector.has_pending:
+            return False
+        ready = self._detokenizer.ready(token_id)
+        if ready is None:
+            return False
+        start = scored.columns.starts[row]
+        end = start + scored.columns.num_entries[row]
+        if not write(ready[1], scored.columns.token_ids[start:end], scored.numbers[start:end]):
             return False
         self._token_ids.append(token_id)
         return True
@@ -122,6 +140,11 @@ class RequestState:
         return output
 
     @property
+    def num_held(self) -> int:
+        """Tokens that are held."""
+        return self._num_undecoded
+
+    @property
     def has_held(self) -> bool:
         """Whether tokens are held."""
         return self._num_undecoded > 0
@@ -133,9 +156,12 @@ class RequestState:
 
     def find_short_way(self) -> None:
         """Look whether the collector's consumer takes ready deltas by now."""
-        is_every_token = self._kind is OutputKind.DELTA and self._interval == 1 and self._logprobs is None
-        if self._write_delta is None and is_every_token:
-            self._write_delta = self.collector.delta_writer(self.index)
+        if self._kind is not OutputKind.DELTA or self._interval > 1:
+            return
+        if self._logprobs is None:
+            self._write_delta = self._write_delta or self.collector.delta_writer(self.index)
+        elif self._checker is None:
+            self._write_scored = self._write_scored or self.collector.scored_writer(self.index)
 
     def advance(
         self, token_ids: list[int], finish: int, stop_token_id: int, logprobs: TokenLogprobs | None = None
@@ -252,7 +278,7 @@ class OutputProcessor:
         self._free_slots: list[int] = []
         self._by_request_id: dict[str, list[RequestState]] = {}
         self._held: list[RequestOutputCollector] = []  # have outputs that wait for the end of the drain
-        self._rows_since_yield = 0
+        self._rows_since_yield = self._tokens_since_yield = 0
         self._resolved: tuple[list[int], list[RequestState | None]] = ([], [])  # a record's handles, and whose they are
         self.num_prefill_tokens = 0  # of prompts without a first token
         self.num_late_rows = 0  # of sequences that had ended before
@@ -345,26 +371,26 @@ class OutputProcessor:
         return [state.handle for state in states]
 
     async def process(self, record: StepRecord, is_behind: bool) -> None:
-        """Turn one record's rows into outputs, yielding to the loop each CHUNK_ROWS rows.
+        """Turn one record's rows into outputs, yielding to the loop each CHUNK_ROWS rows or CHUNK_TOKENS held tokens.
 
         Args:
             record: One STEP record.
             is_behind: More records wait: deltas stay in their slots until `flush`, and leave as one event.
         """
         states, start = self._resolve(record.handles), 0
+        scored = None if record.logprobs is None else ScoredRows(record.logprobs)
         if record.first is not None:
             self._note_first(states, record.first, record.header.published_ns)
         while start < len(states):
             end = min(start + CHUNK_ROWS - self._rows_since_yield, len(states))
-            self._process_rows(states, record, range(start, end), is_behind)
-            self._rows_since_yield += end - start
-            start = end
-            if self._rows_since_yield >= CHUNK_ROWS:
+            before, start = start, self._process_rows(states, record, scored, range(start, end), is_behind)
+            self._rows_since_yield += start - before
+            if self._rows_since_yield >= CHUNK_ROWS or self._tokens_since_yield >= CHUNK_TOKENS:
                 await self.yield_to_loop()
 
     async def yield_to_loop(self) -> None:
         """Let everyone else run: once a step, and each CHUNK_ROWS rows."""
-        self._rows_since_yield = 0
+        self._rows_since_yield = self._tokens_since_yield = 0
         await asyncio.sleep(0)
 
     def flush(self) -> None:
@@ -380,8 +406,14 @@ class OutputProcessor:
         return self._resolved[1]
 
     def _process_rows(
-        self, states: list[RequestState | None], record: StepRecord, rows: range, is_behind: bool
-    ) -> None:
+        self,
+        states: list[RequestState | None],
+        record: StepRecord,
+        scored: ScoredRows | None,
+        rows: range,
+        is_behind: bool,
+    ) -> int:
+        """Process rows, until it is the others' turn; return the next one."""
         token_ids, finishes = record.token_ids, record.finish_reasons
         may_push = not is_behind and record.num_tokens is None
         for row in rows:
@@ -391,11 +423,17 @@ class OutputProcessor:
                 self.num_late_tokens += 1 if record.num_tokens is None else record.num_tokens[row]
                 continue
             try:
-                if may_push and (finishes is None or not finishes[row]) and state.try_push(token_ids[row]):
-                    continue
+                if may_push and (finishes is None or not finishes[row]):
+                    if scored is not None and state.try_push_scored(token_ids[row], scored, row):
+                        continue
+                    if state.try_push(token_ids[row]):
+                        continue
                 self._process_row(state, record, row, is_behind)
             except Exception as exc:
                 self._fail_row(state, exc)
+            if self._tokens_since_yield >= CHUNK_TOKENS:
+                return row + 1
+        return rows.stop
 
     def _process_row(self, state: RequestState, record: StepRecord, row: int, is_behind: bool) -> None:
         token_ids, finish, stop_token_id = _row(record, row)
@@ -405,6 +443,7 @@ class OutputProcessor:
             if is_behind:
                 self._held.append(state.collector)
             return
+        self._tokens_since_yield += state.num_held
         logprobs = None if record.logprobs is None else _row_logprobs(record.logprobs, record, row)
         output = state.advance(token_ids, finish, stop_token_id, logprobs)
         if output is None:
@@ -501,6 +540,16 @@ def _row_logprobs(columns: Logprobs, record: StepRecord, row: int) -> TokenLogpr
     end = start + width * count
     entries = cast("list[float | None]", columns.logprobs[start:end])
     return TokenLogprobs(width, columns.token_ids[start:end], entries, columns.sampled_ranks[first : first + count])
+
+
+def _token_logprobs(columns: Logprobs, row: int, token: int, num_tokens: int = 1) -> TokenLogprobs:
+    """Return the logprobs of a row, whose first token is the record's token of this number."""
+    width, start = columns.num_entries[row], columns.starts[row]
+    end = start + width * num_tokens
+    entries = cast("list[float | None]", columns.logprobs[start:end])
+    return TokenLogprobs(
+        width, columns.token_ids[start:end], entries, columns.sampled_ranks[token : token + num_tokens]
+    )
 
 
 def _finished(state: RequestState, reason: str, num_siblings_left: int, last_published_ns: int) -> FinishedSequence:
