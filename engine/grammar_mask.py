@@ -35,7 +35,7 @@ def apply_grammars_(logits: Tensor, requests: Sequence[Request]) -> dict[int, st
     if not matched:
         return {}
     masks = np.empty((len(matched), matched[0].matcher.num_mask_bytes), np.uint8)
-    failures = {}
+    failures: dict[int, str] = {}
     for mask, each in zip(masks, matched, strict=True):
         try:
             each.matcher.fill(mask)

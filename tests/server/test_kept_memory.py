@@ -3,7 +3,7 @@ from collections.abc import Callable
 
 import pytest
 
-from server.kept_memory import KeptMemory, resident_bytes, trim_memory
+from server.kept_memory import KeptMemory
 
 MB = 2**20
 
@@ -69,14 +69,3 @@ async def test_what_is_in_use_when_it_grows_is_given_back_when_it_is_free(proces
     process.used, process.kept = process.used - 500 * MB, 500 * MB
     await until(lambda: process.kept == 0)
     memory.stop()
-
-
-def test_a_trim_gives_back_what_small_pieces_left() -> None:
-    before = resident_bytes()
-    pieces = [bytes(2000) for _ in range(100_000)]  # by malloc: too large for Python's own allocator
-    kept = pieces[-1]
-    assert resident_bytes() > before + 150 * MB
-    del pieces
-    trim_memory()
-    assert resident_bytes() < before + 50 * MB
-    assert len(kept) == 2000
