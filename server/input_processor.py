@@ -170,6 +170,20 @@ class InputProcessor:
             raise RequestError("this engine makes no embeddings: use one that serves a model", param="model")
         return await _each(self._process_encode, requests)
 
+    def check_token_ids(self, field_name: str, token_ids: "list[int] | tuple[int, ...]") -> None:
+        """Refuse what is no token id of the model.
+
+        Raises:
+            RequestError: Naming the field.
+        """
+        size = self._model.vocab_size
+        if not token_ids or (set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < size):
+            return
+        wrong = next(token_id for token_id in token_ids if type(token_id) is not int or not 0 <= token_id < size)
+        raise RequestError(
+            f"{field_name} holds {shown(wrong)}: token ids are integers from 0 to {size - 1}", param=field_name
+        )
+
     def _process(self, request: GenerateRequest) -> ProcessedRequest:
         return self._fit(request, self._token_ids(request, num_reserved=1))
 
@@ -198,7 +212,7 @@ class InputProcessor:
             token_ids = _truncate(token_ids, request.truncation, self._model.max_model_len, most)
         _check_length(token_ids, request.name, most)
         if not isinstance(given, str):
-            self._check_token_ids(request.name, token_ids)
+            self.check_token_ids(request.name, token_ids)
         return token_ids
 
     def _tokenize(self, text: str, request: GenerateRequest | EncodeRequest) -> list[int]:
@@ -228,10 +242,10 @@ class InputProcessor:
                 "leave",
                 param="min_tokens",
             )
-        self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        self._check_token_ids("allowed_token_ids", params.allowed_token_ids)
-        self._check_token_ids("bad_token_ids", params.bad_token_ids)
-        self._check_token_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
+        self.check_token_ids("stop_token_ids", params.stop_token_ids)
+        self.check_token_ids("allowed_token_ids", params.allowed_token_ids)
+        self.check_token_ids("bad_token_ids", params.bad_token_ids)
+        self.check_token_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
         self._check_logprobs(params)
         bad_token_ids = params.bad_token_ids + tuple(map(self._bad_token_id, params.bad_words))
         if params.allowed_token_ids and set(params.allowed_token_ids) <= set(bad_token_ids):
@@ -279,15 +293,6 @@ class InputProcessor:
         for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if value is not None and value > size:
                 raise RequestError(f"{name} is {value}: the vocabulary has {size} tokens", param=name)
-
-    def _check_token_ids(self, field_name: str, token_ids: "list[int] | tuple[int, ...]") -> None:
-        size = self._model.vocab_size
-        if not token_ids or (set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < size):
-            return
-        wrong = next(token_id for token_id in token_ids if type(token_id) is not int or not 0 <= token_id < size)
-        raise RequestError(
-            f"{field_name} holds {shown(wrong)}: token ids are integers from 0 to {size - 1}", param=field_name
-        )
 
 
 _Request = TypeVar("_Request", GenerateRequest, EncodeRequest)
