@@ -438,7 +438,7 @@ class AsyncLLM(EngineClient):
         self._finalizer()
 
     def _check_open(self) -> None:
-        if self.is_stopped:
+        if self._is_shut_down or self._pipe.dead_error is not None:
             raise self.dead_error
         if self.is_draining:
             raise ShuttingDownError("the server is shutting down: ask another one, or again later")
@@ -449,10 +449,10 @@ async def _read(pipe: _Pipe) -> None:
     try:
         while True:
             await _drain(pipe)
-            if (cause := pipe.engine.death_cause()) is not None:
+            if pipe.engine.has_died:
                 await pipe.engine.waiter.wait(_HAND_OVER_S)  # the thread may hold a token that it is handing over
                 await _drain(pipe)  # what it posted between the first look and its death
-                raise PeerDiedError(cause)
+                raise PeerDiedError(pipe.engine.death_cause())
             pipe.flush()
             await pipe.engine.waiter.wait(_RECHECK_S)
     except asyncio.CancelledError:

@@ -4,7 +4,7 @@ Key sets as vLLM's: OpenAI's clients and vLLM's see what they know.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -49,6 +49,9 @@ class LogprobFormat(Protocol):
 
     def to_json(self, index: int, logprobs: TokenLogprobs) -> bytes:
         """Return the `logprobs` object of choice `index`."""
+
+    def token_json(self, index: int, token_ids: list[int], numbers: list[bytes]) -> bytes:
+        """Return that of one token, whose entries' logprobs are JSON numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,14 +98,23 @@ class Shown:
 PLAIN = Shown()
 
 
+class DeltaFrame(NamedTuple):
+    """What stands around a delta's text, a JSON string, and around its logprobs if it has any."""
+
+    head: bytes
+    tail: bytes
+    middle: bytes = b""  # after the text, before the logprobs
+    logprobs: LogprobFormat | None = None
+
+
 class ChunkFormat(Protocol):
     """Makes the chunks of one kind of response. `usage` is b"" or a JSON object for the chunk's `usage`."""
 
     def opening(self, num_choices: int, usage: bytes) -> bytes:
         """Return what comes before all text."""
 
-    def delta_frame(self, index: int, usage: bytes) -> tuple[bytes, bytes] | None:
-        """Return what comes before and after the JSON string of a delta's text; None if `delta` must make it."""
+    def delta_frame(self, index: int) -> DeltaFrame | None:
+        """Return what all deltas of a choice but its first have in common; None if `delta` must make each."""
 
     def delta(self, output: CompletionOutput, usage: bytes) -> bytes:
         """Return the chunk, or the chunks, of a delta that does not end its choice; b"" if there is nothing to send."""
@@ -130,12 +142,10 @@ class ChatChunks:
             b'%b[{"index":%d%b%b%b' % (self._head, index, delta, _field(usage), tail) for index in range(num_choices)
         )
 
-    def delta_frame(self, index: int, usage: bytes) -> tuple[bytes, bytes] | None:
+    def delta_frame(self, index: int) -> DeltaFrame | None:
         """Return what comes before and after a delta's text."""
-        if not self._shown.is_plain:
-            return None
-        tail = b'},"logprobs":null,"finish_reason":null,"token_ids":null}]%b}\n\n' % _field(usage)
-        return b'%b[{"index":%d,"delta":{"content":' % (self._head, index), tail
+        head = b'%b[{"index":%d,"delta":{"content":' % (self._head, index)
+        return _frame(self._shown, head, b'},"logprobs":', b',"finish_reason":null,"token_ids":null}]}\n\n')
 
     def delta(self, output: CompletionOutput, usage: bytes) -> bytes:
         """Return the chunk of a delta."""
@@ -181,12 +191,10 @@ class CompletionChunks:
         """Return nothing: completions have no roles."""
         return b""
 
-    def delta_frame(self, index: int, usage: bytes) -> tuple[bytes, bytes] | None:
-        """Return what comes before and after a delta's text."""
-        if not self._shown.is_plain:
-            return None
-        rest = b',"logprobs":null,"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}]'
-        return b'%b[{"index":%d,"text":' % (self._head, index), b"%b%b}\n\n" % (rest, _field(usage))
+    def delta_frame(self, index: int) -> DeltaFrame | None:
+        """Return what comes before and after a delta's text. Asked for after a choice's first output only."""
+        rest = b',"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}]}\n\n'
+        return _frame(self._shown, b'%b[{"index":%d,"text":' % (self._head, index), b',"logprobs":', rest)
 
     def delta(self, output: CompletionOutput, usage: bytes) -> bytes:
         """Return the chunk of a delta."""
@@ -221,6 +229,14 @@ def _head(identity: StreamIdentity, kind: str) -> bytes:
     return b'data: {"id":%b,"object":"%b","created":%d,"model":%b,"choices":' % (
         json_string(identity.response_id), kind.encode(), identity.created, json_string(identity.model),
     )  # fmt: skip
+
+
+def _frame(shown: Shown, head: bytes, middle: bytes, tail: bytes) -> DeltaFrame | None:
+    if shown.token_ids:
+        return None
+    if shown.logprobs is None:
+        return DeltaFrame(head, middle + b"null" + tail)
+    return DeltaFrame(head, tail, middle, shown.logprobs)
 
 
 def _field(usage: bytes) -> bytes:

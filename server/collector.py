@@ -9,13 +9,13 @@ import asyncio
 import io
 import logging
 from array import array
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
 from server.errors import EngineGenerateError
 from server.outputs import CompletionOutput, OutputKind, RequestOutput
+from server.sink import DeltaWriter, ScoredWriter
 from shm_transport.records import DataContent
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,11 @@ class OutputWriter(Protocol):
     def write(self, output: CompletionOutput) -> None:
         """Send one sequence's delta."""
 
-    def delta_writer(self, index: int) -> Callable[[bytes], bool] | None:
+    def delta_writer(self, index: int) -> DeltaWriter | None:
         """Return a short cut for one sequence's deltas, ready as JSON strings; None if there is none yet."""
+
+    def scored_writer(self, index: int) -> ScoredWriter | None:
+        """Return the same for deltas of one token each, with logprobs."""
 
     def fail(self, error: Exception) -> None:
         """Send an error; it comes after everything written before."""
@@ -85,9 +88,13 @@ class RequestOutputCollector:
         """Whether something waits, which must leave before anything else does."""
         return bool(self._slot) or bool(self._held)
 
-    def delta_writer(self, index: int) -> Callable[[bytes], bool] | None:
+    def delta_writer(self, index: int) -> DeltaWriter | None:
         """Return the writer's short cut for one sequence, or None."""
         return None if self._writer is None else self._writer.delta_writer(index)
+
+    def scored_writer(self, index: int) -> ScoredWriter | None:
+        """Return the writer's short cut for one sequence with logprobs, or None."""
+        return None if self._writer is None else self._writer.scored_writer(index)
 
     def attach(self, writer: OutputWriter) -> None:
         """Push to `writer` from now on, beginning with what the slot holds."""

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from server.chunks import ChunkFormat
+from server.chunks import ChunkFormat, DeltaFrame
 from server.logprob_format import PromptLogprobs
 from server.outputs import CompletionOutput, RequestOutput
 from shm_transport.records import DataContent
@@ -66,9 +66,9 @@ class EchoChunks:
         """Return what comes before all text."""
         return self._inner.opening(num_choices, usage)
 
-    def delta_frame(self, index: int, usage: bytes) -> tuple[bytes, bytes] | None:
+    def delta_frame(self, index: int) -> DeltaFrame | None:
         """Return what comes before and after a delta's text. Asked for after a choice's first output only."""
-        return self._inner.delta_frame(index, usage)
+        return self._inner.delta_frame(index)
 
     def delta(self, output: CompletionOutput, usage: bytes) -> bytes:
         """Return the chunk of a delta."""

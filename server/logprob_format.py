@@ -1,8 +1,10 @@
 """How logprobs look in answers: each token's name and raw bytes by table, never decoded one by one."""
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from operator import add
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -11,103 +13,138 @@ from numpy.typing import NDArray
 from server.json_string import json_string
 from server.outputs import TokenLogprobs
 from shm_transport.records import DataContent
+from shm_transport.step_ring import Logprobs
 
 _FLOOR = -9999.0  # JSON has no -Infinity
+_COMPLETION_FORM = b'{"text_offset":[%b],"token_logprobs":[%b],"tokens":[%b],"top_logprobs":[%b]}'
 _encode = msgspec.json.encode
+V = TypeVar("V")
 
 
-class TokenName(NamedTuple):
-    """A token as logprobs show it."""
+class _Table(dict[int, V], Generic[V]):
+    """Token id -> something made once, when the id comes up."""
 
-    text: str  # "bytes:\\xf0\\x9f" where its bytes are no text on their own, as OpenAI writes it
-    name: bytes  # JSON string
-    key: bytes  # `name` and a colon
-    head: bytes  # of a chat entry: `{"token":...,"logprob":`
-    tail: bytes  # of a chat entry: `,"bytes":[...]`, still open
-    num_characters: int  # that begin in this token
+    def __init__(self, make: Callable[[int], V]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, token_id: int) -> V:
+        value = self[token_id] = self._make(token_id)
+        return value
 
 
-class TokenNames(dict[int, TokenName]):
-    """Token id -> its name; filled as ids come up.
+class TokenNames:
+    """How tokens are shown, by id.
+
+    A token's name is its text, or "bytes:\\xf0\\x9f" where its bytes are no text on their own, as OpenAI writes it.
 
     Args:
         bytes_of: Returns a token's raw bytes.
         as_ids: Name tokens `token_id:7`; their bytes stay.
+
+    Attributes:
+        strings: The name as a JSON string.
+        keys: The same and a colon.
+        heads: What comes before a logprob in a chat entry.
+        tails: What comes after it: the entry is still open.
+        num_characters: That begin in the token.
     """
 
     def __init__(self, bytes_of: Callable[[int], bytes], *, as_ids: bool = False) -> None:
-        super().__init__()
-        self._bytes_of = bytes_of
-        self._as_ids = as_ids
+        def string(token_id: int) -> bytes:
+            return json_string(f"token_id:{token_id}" if as_ids else _text(bytes_of(token_id)))
 
-    def __missing__(self, token_id: int) -> TokenName:
-        """Make the name of a token."""
-        data = self._bytes_of(token_id)
-        text = f"token_id:{token_id}" if self._as_ids else _text(data)
-        name = json_string(text)
-        num_characters = sum(byte & 0xC0 != 0x80 for byte in data)
-        head, tail = b'{"token":%b,"logprob":' % name, b',"bytes":%b' % _encode(list(data))
-        entry = self[token_id] = TokenName(text, name, name + b":", head, tail, num_characters)
-        return entry
+        self.strings = _Table(string)
+        self.keys = _Table(lambda token_id: self.strings[token_id] + b":")
+        self.heads = _Table(lambda token_id: b'{"token":%b,"logprob":' % self.strings[token_id])
+        self.tails = _Table(lambda token_id: b',"bytes":%b' % _encode(list(bytes_of(token_id))))
+        self.num_characters = _Table(lambda token_id: sum(byte & 0xC0 != 0x80 for byte in bytes_of(token_id)))
+
+
+class ScoredRows:
+    """A record's logprobs, and the same as JSON numbers, which are made for all rows at once when a stream needs them.
+
+    Attributes:
+        columns: The record's.
+    """
+
+    def __init__(self, columns: Logprobs) -> None:
+        self.columns = columns
+
+    @functools.cached_property
+    def numbers(self) -> list[bytes]:
+        """Like `columns.logprobs`."""
+        return _numbers(self.columns.logprobs)
 
 
 class ChatLogprobs:
     """`logprobs` of /v1/chat/completions: the k most likely tokens beside each sampled one."""
 
     def __init__(self, names: TokenNames) -> None:
-        self._names = names
+        self._head, self._tail = names.heads.__getitem__, names.tails.__getitem__
 
     def to_json(self, index: int, logprobs: TokenLogprobs) -> bytes:  # noqa: ARG002  # the protocol's
         """Return the `logprobs` object."""
         return b'{"content":%b,"refusal":null}' % self.content_json(logprobs)
 
+    def token_json(self, index: int, token_ids: list[int], numbers: list[bytes]) -> bytes:  # noqa: ARG002
+        """Return the `logprobs` object of one token."""
+        return b'{"content":[%b],"refusal":null}' % self._entry(token_ids, numbers)
+
     def content_json(self, logprobs: TokenLogprobs) -> bytes:
         """Return the list of entries, one a token."""
-        width, names = logprobs.width, self._names
-        numbers = _numbers(logprobs.logprobs)
-        named = [names[token_id] for token_id in logprobs.token_ids]
-        parts = [name.head + number + name.tail for name, number in zip(named, numbers, strict=True)]
-        return b"[%b]" % b",".join([_chat_entry(parts[start : start + width]) for start in range(0, len(parts), width)])
+        token_ids, numbers = logprobs.token_ids, _numbers(logprobs.logprobs)
+        return b"[%b]" % b",".join([self._entry(token_ids[token], numbers[token]) for token in _tokens(logprobs)])
+
+    def _entry(self, token_ids: list[int], numbers: list[bytes]) -> bytes:
+        """Return one token's entry, with those of the most likely ones."""
+        own, *top = map(add, map(add, map(self._head, token_ids), numbers), map(self._tail, token_ids))
+        return b'%b,"top_logprobs":%b}' % (own, b"[%b}]" % b"},".join(top) if top else b"[]")
 
 
 class CompletionLogprobs:
     """`logprobs` of /v1/completions: parallel lists, and an object of the most likely tokens and the sampled one."""
 
     def __init__(self, names: TokenNames) -> None:
-        self._names = names
+        self._strings, self._num_characters, self._key = names.strings, names.num_characters, names.keys.__getitem__
         self._offsets: dict[int, int] = {}  # choice -> characters of its text so far
 
     def to_json(self, index: int, logprobs: TokenLogprobs) -> bytes:
         """Return the `logprobs` object."""
-        width, table = logprobs.width, self._names
-        names = [table[token_id] for token_id in logprobs.token_ids]
-        numbers = _numbers(logprobs.logprobs)
-        sampled = names[::width]
-        ends = [*accumulate([name.num_characters for name in sampled], initial=self._offsets.get(index, 0))]
-        self._offsets[index] = ends.pop()
-        top = [_completion_top(names[start : start + width], numbers[start : start + width])
-               for start in range(0, len(names), width)]  # fmt: skip
-        return b'{"text_offset":%b,"token_logprobs":[%b],"tokens":[%b],"top_logprobs":[%b]}' % (
-            _encode(ends), b",".join(numbers[::width]), b",".join([name.name for name in sampled]), b",".join(top),
-        )  # fmt: skip
+        token_ids, numbers = logprobs.token_ids, _numbers(logprobs.logprobs)
+        sampled = token_ids[:: logprobs.width]
+        starts = [*accumulate(map(self._num_characters.__getitem__, sampled), initial=self._offsets.get(index, 0))]
+        self._offsets[index] = starts.pop()
+        names = [self._strings[token_id] for token_id in sampled]
+        top = [self._top(token_ids[token], numbers[token]) for token in _tokens(logprobs)]
+        lists = map(b",".join, (numbers[:: logprobs.width], names, top))
+        return _COMPLETION_FORM % (_encode(starts)[1:-1], *lists)
+
+    def token_json(self, index: int, token_ids: list[int], numbers: list[bytes]) -> bytes:
+        """Return the `logprobs` object of one token."""
+        sampled = token_ids[0]
+        start = self._offsets.get(index, 0)
+        self._offsets[index] = start + self._num_characters[sampled]
+        return _COMPLETION_FORM % (b"%d" % start, numbers[0], self._strings[sampled], self._top(token_ids, numbers))
+
+    def _top(self, token_ids: list[int], numbers: list[bytes]) -> bytes:
+        """Return one token's object: the sampled token and the most likely ones, each once."""
+        if numbers[0] == b"null":
+            return b"null"
+        has_twice = token_ids[0] in token_ids[1:]  # the sampled token is among the most likely
+        keys = [*map(self._key, token_ids[has_twice:])]
+        if len(set(keys)) == len(keys):
+            return b"{%b}" % b",".join(map(add, keys, numbers[has_twice:]))
+        named: dict[bytes, bytes] = {}  # different tokens can have one name: the first, so the likelier, is kept
+        for key, number in zip(map(self._key, token_ids), numbers, strict=True):
+            named.setdefault(key, number)
+        return b"{%b}" % b",".join(map(add, named.keys(), named.values()))
 
 
-def _chat_entry(parts: list[bytes]) -> bytes:
-    """Join the sampled token's part and those of the most likely ones, all still open."""
-    listed = b"[%b}]" % b"},".join(parts[1:]) if len(parts) > 1 else b"[]"
-    return b'%b,"top_logprobs":%b}' % (parts[0], listed)
-
-
-def _completion_top(names: list[TokenName], numbers: list[bytes]) -> bytes:
-    if numbers[0] == b"null":
-        return b"null"
-    parts = dict.fromkeys([name.key + number for name, number in zip(names, numbers, strict=True)])
-    if len({name.key for name in names}) < len(parts):  # different tokens can have one name; the likelier is kept
-        likelier: dict[bytes, bytes] = {}
-        for name, number in zip(names, numbers, strict=True):
-            likelier.setdefault(name.key, name.key + number)
-        parts = dict.fromkeys(likelier.values())
-    return b"{%b}" % b",".join(parts)
+def _tokens(logprobs: TokenLogprobs) -> list[slice]:
+    """Return where each token's entries are."""
+    width = logprobs.width
+    return [slice(start, start + width) for start in range(0, len(logprobs.token_ids), width)]
 
 
 class PromptLogprobs(NamedTuple):
@@ -147,7 +184,7 @@ def _by_token_id(ids: list[int], values: list[float], rank: int, names: TokenNam
     ranks = [rank, *range(1, len(ids))]
     entries: dict[int, bytes] = {}
     for token_id, value, place in zip(ids, values, ranks, strict=True):
-        entries.setdefault(token_id, form % (token_id, _number(value), place, names[token_id].name))
+        entries.setdefault(token_id, form % (token_id, _number(value), place, names.strings[token_id]))
     return b"{%b}" % b",".join(entries.values())
 
 
@@ -155,7 +192,7 @@ def _numbers(values: Sequence[float | None]) -> list[bytes]:
     """Return each as JSON; encoded at once they take a fifth of the time of `repr` for each."""
     data = _encode(values)
     # With None, NaN or an infinity there is a null.
-    if values and b"n" not in data and min(cast("Sequence[float]", values)) > _FLOOR:
+    if values and b"n" not in data and min(values) > _FLOOR:  # type: ignore[type-var, operator]
         return data[1:-1].split(b",")
     return [_number(value) for value in values]
 

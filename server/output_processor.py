@@ -17,10 +17,11 @@ from server.collector import RequestOutputCollector, output_error
 from server.detokenizer import Detokenizer
 from server.errors import EngineGenerateError
 from server.input_processor import ProcessedRequest
+from server.logprob_format import ScoredRows
 from server.metrics import Metrics
 from server.milestones import FinishedSequence, FirstToken
 from server.outputs import CompletionOutput, OutputKind, TokenLogprobs
-from server.sink import DeltaWriter
+from server.sink import DeltaWriter, ScoredWriter
 from server.stop_strings import StopStringChecker
 from server.tokenizer import Tokenizer
 from shm_transport.messages import Data
@@ -41,8 +42,8 @@ class RequestState:
 
     __slots__ = (
         "_can_hold", "_checker", "_detokenizer", "_due_at", "_interval", "_kind", "_logprobs", "_num_shown",
-        "_num_undecoded", "_texts", "_token_ids", "_waits_for_end", "_write_delta", "collector", "first", "handle",
-        "index", "is_live", "params", "request",
+        "_num_undecoded", "_texts", "_token_ids", "_waits_for_end", "_write_delta", "_write_scored", "collector",
+        "first", "handle", "index", "is_live", "params", "request",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +80,7 @@ class RequestState:
         self._can_hold = is_plain and request.kind is not OutputKind.CUMULATIVE
         self._waits_for_end = is_plain and request.kind is OutputKind.FINAL_ONLY
         self._write_delta: DeltaWriter | None = None
+        self._write_scored: ScoredWriter | None = None
 
     def try_push(self, token_id: int) -> bool:
         """Take a token that does not end the sequence the short way; False, and nothing done, where there is none."""
@@ -91,6 +93,21 @@ class RequestState:
             return self.try_hold((token_id,), is_behind=False)
         ready = self._detokenizer.ready(token_id)
         if ready is None or (self._checker is not None and not self._checker.ignores(ready[0])) or not write(ready[1]):
+            return False
+        self._token_ids.append(token_id)
+        return True
+
+    def try_push_scored(self, token_id: int, scored: ScoredRows, row: int) -> bool:
+        """Do what try_push does, for a stream with logprobs, which are in one row."""
+        write = self._write_scored
+        if write is None or self.collector.has_pending:
+            return False
+        ready = self._detokenizer.ready(token_id)
+        if ready is None:
+            return False
+        start = scored.columns.starts[row]
+        end = start + scored.columns.num_entries[row]
+        if not write(ready[1], scored.columns.token_ids[start:end], scored.numbers[start:end]):
             return False
         self._token_ids.append(token_id)
         return True
@@ -133,9 +150,12 @@ class RequestState:
 
     def find_short_way(self) -> None:
         """Look whether the collector's consumer takes ready deltas by now."""
-        is_every_token = self._kind is OutputKind.DELTA and self._interval == 1 and self._logprobs is None
-        if self._write_delta is None and is_every_token:
-            self._write_delta = self.collector.delta_writer(self.index)
+        if self._kind is not OutputKind.DELTA or self._interval > 1:
+            return
+        if self._logprobs is None:
+            self._write_delta = self._write_delta or self.collector.delta_writer(self.index)
+        elif self._checker is None:
+            self._write_scored = self._write_scored or self.collector.scored_writer(self.index)
 
     def advance(
         self, token_ids: list[int], finish: int, stop_token_id: int, logprobs: TokenLogprobs | None = None
@@ -347,11 +367,12 @@ class OutputProcessor:
             is_behind: More records wait: deltas stay in their slots until `flush`, and leave as one event.
         """
         states, start = self._resolve(record.handles), 0
+        scored = None if record.logprobs is None else ScoredRows(record.logprobs)
         if record.first is not None:
             self._note_first(states, record.first, record.header.published_ns)
         while start < len(states):
             end = min(start + CHUNK_ROWS - self._rows_since_yield, len(states))
-            self._process_rows(states, record, range(start, end), is_behind)
+            self._process_rows(states, record, scored, range(start, end), is_behind)
             self._rows_since_yield += end - start
             start = end
             if self._rows_since_yield >= CHUNK_ROWS:
@@ -375,7 +396,12 @@ class OutputProcessor:
         return self._resolved[1]
 
     def _process_rows(
-        self, states: list[RequestState | None], record: StepRecord, rows: range, is_behind: bool
+        self,
+        states: list[RequestState | None],
+        record: StepRecord,
+        scored: ScoredRows | None,
+        rows: range,
+        is_behind: bool,
     ) -> None:
         token_ids, finishes = record.token_ids, record.finish_reasons
         may_push = not is_behind and record.num_tokens is None
@@ -386,8 +412,11 @@ class OutputProcessor:
                 self.num_late_tokens += 1 if record.num_tokens is None else record.num_tokens[row]
                 continue
             try:
-                if may_push and (finishes is None or not finishes[row]) and state.try_push(token_ids[row]):
-                    continue
+                if may_push and (finishes is None or not finishes[row]):
+                    if scored is not None and state.try_push_scored(token_ids[row], scored, row):
+                        continue
+                    if state.try_push(token_ids[row]):
+                        continue
                 self._process_row(state, record, row, is_behind)
             except Exception as exc:
                 self._fail_row(state, exc)
@@ -496,6 +525,16 @@ def _row_logprobs(columns: Logprobs, record: StepRecord, row: int) -> TokenLogpr
     end = start + width * count
     entries = cast("list[float | None]", columns.logprobs[start:end])
     return TokenLogprobs(width, columns.token_ids[start:end], entries, columns.sampled_ranks[first : first + count])
+
+
+def _token_logprobs(columns: Logprobs, row: int, token: int, num_tokens: int = 1) -> TokenLogprobs:
+    """Return the logprobs of a row, whose first token is the record's token of this number."""
+    width, start = columns.num_entries[row], columns.starts[row]
+    end = start + width * num_tokens
+    entries = cast("list[float | None]", columns.logprobs[start:end])
+    return TokenLogprobs(
+        width, columns.token_ids[start:end], entries, columns.sampled_ranks[token : token + num_tokens]
+    )
 
 
 def _finished(state: RequestState, reason: str, num_siblings_left: int, last_published_ns: int) -> FinishedSequence:

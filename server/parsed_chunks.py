@@ -28,7 +28,7 @@ class ParsedChunks:
         """Return a role chunk for each choice."""
         return self._chunks.opening(num_choices, usage)
 
-    def delta_frame(self, index: int, usage: bytes) -> None:  # noqa: ARG002  # the protocol's
+    def delta_frame(self, index: int) -> None:  # noqa: ARG002  # the protocol's
         """Return None: every text is parsed."""
         return
 

@@ -243,9 +243,9 @@ class ResponseEvents:
         created = self._events.event("response.created", response=response)
         return created + self._events.event("response.in_progress", response=response)
 
-    def delta_frame(self, index: int, usage: bytes) -> tuple[bytes, bytes] | None:  # noqa: ARG002  # the protocol's
+    def delta_frame(self, index: int) -> None:  # noqa: ARG002  # the protocol's
         """Return None: each event has a number of its own."""
-        return None
+        return
 
     def delta(self, output: CompletionOutput, usage: bytes) -> bytes:  # noqa: ARG002  # the protocol's
         """Return the events of a delta."""

@@ -14,6 +14,9 @@ EXTENSION = "ringserve.sink"
 
 Headers = list[tuple[bytes, bytes]]
 DeltaWriter = Callable[[bytes], bool]  # writes one event, or returns False: not now
+ScoredWriter = Callable[
+    [bytes, list[int], list[bytes]], bool
+]  # the same, of a token with logprobs: ids and JSON numbers
 
 
 class Sink(Protocol):

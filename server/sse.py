@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from server.chunks import ChunkFormat, Usage
+from server.chunks import ChunkFormat, DeltaFrame, Usage
 from server.errors import ServerError
 from server.json_string import one_line
 from server.outputs import CompletionOutput
-from server.sink import DeltaWriter, Headers, Sink
+from server.sink import DeltaWriter, Headers, ScoredWriter, Sink
 
 SSE_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -128,10 +128,26 @@ class EventStream:
 
         It writes nothing and returns False while the client does not keep up, or once the response has ended.
         """
-        if not self._is_begun or self._continuous_usage:
+        frame = self._frame(index)
+        return None if frame is None or frame.logprobs is not None else self._sink.framed(frame.head, frame.tail)
+
+    def scored_writer(self, index: int) -> ScoredWriter | None:
+        """Return the same for deltas of one token with its logprobs."""
+        frame = self._frame(index)
+        if frame is None or frame.logprobs is None:
             return None
-        frame = self._form.delta_frame(index, b"")
-        return None if frame is None else self._sink.framed(*frame)
+        sink, middle, token_json = self._sink, frame.middle, frame.logprobs.token_json
+        write = sink.framed(frame.head, frame.tail)
+
+        def write_scored(text: bytes, token_ids: list[int], numbers: list[bytes]) -> bool:
+            # what is formatted counts as sent: nothing is that cannot leave
+            return sink.is_writable and write(text + middle + token_json(index, token_ids, numbers))
+
+        return write_scored
+
+    def _frame(self, index: int) -> DeltaFrame | None:
+        """Return what all deltas of a choice have in common, once it has begun."""
+        return self._form.delta_frame(index) if self._is_begun and not self._continuous_usage else None
 
     def fail(self, error: Exception) -> None:
         """End the response with an error: an event if it has begun, else a status of its own."""
