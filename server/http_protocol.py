@@ -18,6 +18,7 @@ from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from server.sink import EXTENSION, DeltaWriter, Headers, until_disconnect
+from server.turns import Turns
 
 _MAX_HEAD_BYTES = 65_536
 _MAX_HEADERS = 100  # as Apache's and http.client's; a request with a browser's and three proxies' has half as many
@@ -120,10 +121,15 @@ class _RefusedError(Exception):
 
 
 class RingserveProtocol(HttpToolsProtocol):
-    """One connection; bounds what uvicorn does not: a request's head and trailers, and requests in a pipeline."""
+    """One connection; bounds what uvicorn does not: a request's head and trailers, and requests in a pipeline.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        turns: Shared by all connections of a server; None for one alone.
+    """
+
+    def __init__(self, *args: Any, turns: Turns | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._turns = turns or Turns()
         self.sink: TransportSink | None = None  # of the response in progress
         self._open_cycles: deque[RequestResponseCycle] = deque()  # the running one, then the pipeline
         self._is_in_head = True  # or before it
@@ -134,6 +140,21 @@ class RingserveProtocol(HttpToolsProtocol):
         self._stall = (0, 0.0)  # bytes that wait for the client, and since when so many
 
     def data_received(self, data: bytes) -> None:
+        """Take it up now or, where many send at once, soon: until then nothing more is read. A GET is cheap."""
+        if data.startswith(b"GET ") or self._turns.try_take():
+            self._take_up(data)
+        else:
+            self.transport.pause_reading()
+            self._turns.wait(functools.partial(self._take_up_late, data))
+
+    def _take_up_late(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+        self._take_up(data)
+
+    def _take_up(self, data: bytes) -> None:
         """Parse; refuse a head that never ends, drop a client that asks without reading."""
         self._num_unused_bytes += len(data)
         super().data_received(data)
