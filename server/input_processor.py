@@ -14,6 +14,7 @@ from server.grammar_checker import GrammarChecker
 from server.model_info import ModelInfo
 from server.outputs import OutputKind
 from server.sampling_params import SamplingParams
+from server.tokenizer import MAX_TEXT_BYTES, check_text_size
 from server.trace_headers import TraceHeaders, current_trace_headers
 from server.workers import run_near
 from shm_transport.messages import AddRequest, Fork
@@ -23,6 +24,7 @@ _INLINE_ITEMS = 4096  # characters or token ids; more are processed on a thread:
 _MESSAGE_ITEMS = 64  # what rendering a message costs beside its text
 _REQUEST_ITEMS = 16  # what a request costs beside its prompt
 _BAD_WORD_ITEMS = 8
+_BYTES_PER_TOKEN = 8  # of a prompt that fills a context beyond 262,144 tokens: twice those of ordinary text
 _NO_SAMPLING = SamplingParams()  # of an embedding
 
 
@@ -222,6 +224,7 @@ class InputProcessor:
                 f"{name} has {len(text)} characters, more than {model.max_model_len} tokens can hold: shorten it",
                 param=name,
             )
+        check_text_size(text, name, max(MAX_TEXT_BYTES, _BYTES_PER_TOKEN * model.max_model_len))
         try:
             return model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
         except TypeError as exc:  # the library's for a text that cannot be UTF-8
