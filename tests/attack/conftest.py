@@ -24,6 +24,7 @@ FLAGS = ("--engine", "synthetic", "--max-model-len", "256", "--receive-timeout",
 # Memory: what allocators and caches keep of the largest inputs, however many there were.
 MOST_GROWN_MB = 100
 MOST_GROWN_FDS, MOST_GROWN_THREADS = 3, 16
+MOST_LOG_LINES = 100  # a line each ten seconds; an attacker has no line of his own
 _NO_GRAMMARS = b"the synthetic engine's text follows no grammar"
 
 
@@ -37,6 +38,7 @@ class Target:
 
     Attributes:
         statuses: Of the answers, by kind of input. Tests count here.
+        log: The lines that the server has written.
     """
 
     def __init__(self, server: RunningServer) -> None:
@@ -44,9 +46,9 @@ class Target:
         self.port = server.port
         self.pid = server.process.pid
         self.statuses: Counter[tuple[str, int | str]] = Counter()
-        self._log: list[str] = []
+        self.log: list[str] = []
         assert server.process.stderr is not None
-        self._reader = threading.Thread(target=self._log.extend, args=(server.process.stderr,))
+        self._reader = threading.Thread(target=self.log.extend, args=(server.process.stderr,))
         self._reader.start()  # a pipe that nobody reads would stop the server
 
     def watch(self) -> Watch:
@@ -83,9 +85,10 @@ class Target:
         status = server.process.wait(30)
         self._reader.join()
         server.process.communicate()
-        errors = [line for line in self._log if line.startswith(("ERROR", "CRITICAL", "Traceback", "Exception"))]
-        print(f"the server wrote {len(self._log)} lines to its log")
-        assert errors == [], "".join(self._log[-200:])
+        errors = [line for line in self.log if line.startswith(("ERROR", "CRITICAL", "Traceback", "Exception"))]
+        print(f"the server wrote {len(self.log)} lines to its log")
+        assert errors == [], "".join(self.log[-200:])
+        assert len(self.log) < MOST_LOG_LINES, "".join(self.log[-50:])
         assert status == 0
         assert server.leftovers() == []
 

@@ -15,19 +15,20 @@ NUM_STALLED, NUM_READING = 100, 10
 WRITE_TIMEOUT_S = 60
 SETTLE_S = 5.0  # until all buffers between the server and a client that does not read are full
 MOST_PER_PENDING = 3.0  # bytes of memory for each of pending text
+MOST_TOKENS = 50_000_000  # more than any stream here gets
 STEP_MS, TOKENS_PER_STEP = 20, 24
 # With loopback's own buffers the kernel takes megabytes of each stream before the server sees that nobody reads.
 RCVBUF, MSS = 4096, 1460
 
 
-def stream(port: int, **options: int) -> socket.socket:
+def stream(port: int, max_tokens: int = MOST_TOKENS, **options: int) -> socket.socket:
     client = socket.socket()
     client.settimeout(30)
     if options:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options["rcvbuf"])
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, options["mss"])
     client.connect(("127.0.0.1", port))
-    data = json.dumps({"prompt": "a", "stream": True, "max_tokens": 50_000_000}).encode()
+    data = json.dumps({"prompt": "a", "stream": True, "max_tokens": max_tokens}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return client
@@ -36,11 +37,11 @@ def stream(port: int, **options: int) -> socket.socket:
 class Reader(threading.Thread):
     """Reads a stream, and notes how many bytes came and the longest gap between them. Ends with its connection."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, max_tokens: int = MOST_TOKENS) -> None:
         super().__init__()
         self.num_bytes = 0
         self.worst_gap_s = 0.0
-        self.client = stream(port)
+        self.client = stream(port, max_tokens)
         self.start()
 
     def run(self) -> None:

@@ -360,6 +360,15 @@ async def test_what_is_no_http_gets_the_one_error_shape() -> None:
     await made.end()
 
 
+async def feed(connection: Connection, data: bytes, part_bytes: int) -> None:
+    """Receive data in parts, each in a turn of its own, until the connection is closed."""
+    for start in range(0, len(data), part_bytes):
+        if not connection.transport.is_closed:
+            connection.protocol.data_received(data[start : start + part_bytes])
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+
 def answer_of(connection: Connection) -> tuple[int, str]:
     """Return the status and the message of the error with which a connection was closed."""
     assert connection.transport.is_closed
@@ -382,9 +391,7 @@ async def test_a_hundred_headers_are_taken_and_one_more_is_not(connection: Conne
 async def test_a_head_beyond_64_kib_is_refused_however_it_comes(line: bytes, part_bytes: int) -> None:
     made = Connection()
     data = line % (b"a" * 65_600) + b"\r\n\r\n"
-    for start in range(0, len(data), part_bytes):
-        if not made.transport.is_closed:
-            made.protocol.data_received(data[start : start + part_bytes])
+    await feed(made, data, part_bytes)
     assert answer_of(made) == (431, "the request's head exceeds 65536 bytes")
     assert made.calls == []
 
@@ -396,9 +403,7 @@ async def test_a_head_beyond_64_kib_is_refused_however_it_comes(line: bytes, par
 )
 async def test_trailers_without_end_are_refused(connection: Connection, trailers: bytes, message: str) -> None:
     await connection.request(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n")
-    for start in range(0, len(trailers), 1000):
-        if not connection.transport.is_closed:
-            connection.protocol.data_received(trailers[start : start + 1000])
+    await feed(connection, trailers, 1000)
     status, shown = answer_of(connection)
     assert status == 431
     assert message in shown
@@ -406,8 +411,7 @@ async def test_trailers_without_end_are_refused(connection: Connection, trailers
 
 async def test_a_long_body_is_no_head(connection: Connection) -> None:
     await connection.request(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 300000\r\n\r\n")
-    for _ in range(300):
-        connection.protocol.data_received(b"a" * 1000)
+    await feed(connection, b"a" * 300_000, 1000)
     assert not connection.transport.is_closed
 
 
