@@ -35,7 +35,7 @@ _MB = 1e6
 _LINE = (
     "{minute:5.1f} min  RSS {rss_mb:6.1f} MB, engine {engine_rss_mb:6.1f}; fds {num_fds:3d}; threads {num_threads:2d}; "
     "shared {shared_mb:5.2f} MB; {num_requests:6d} requests, {num_errors} errors; TTFT p99 {ttft_p99_ms:6.1f} ms; "
-    "gap p99 {gap_p99_ms:6.1f} ms; server CPU {cpu:.2f}"
+    "gap p99 {gap_p99_ms:6.1f} ms; CPU: server {cpu:.2f}, client {client_cpu:.2f}"
 )
 
 
@@ -62,10 +62,14 @@ class Soak:
         await self._load(clients, time.monotonic() + warm_up_s)
         started_s = time.monotonic()
         for i in range(1, num_periods + 1):
-            clients.tally, cpu_before_ns, began_s = Tally(), cpu_ns(self._server.pid), time.monotonic()
+            clients.tally, began_s = Tally(), time.monotonic()
+            before = cpu_ns(self._server.pid), time.process_time_ns()
             await self._load(clients, started_s + i * period_s)
-            cpu = (cpu_ns(self._server.pid) - cpu_before_ns) / 1e9 / (time.monotonic() - began_s)
-            self.lines.append(self._line(clients, (time.monotonic() - started_s) / 60, cpu))
+            elapsed_s = time.monotonic() - began_s
+            cpu = (cpu_ns(self._server.pid) - before[0]) / 1e9 / elapsed_s
+            client_cpu = (time.process_time_ns() - before[1]) / 1e9 / elapsed_s
+            line = self._line(clients) | {"cpu": cpu, "client_cpu": client_cpu}
+            self.lines.append({"minute": (time.monotonic() - started_s) / 60, **line})
             print(_LINE.format(**self.lines[-1]), flush=True)
         await clients.wait()
 
@@ -89,19 +93,19 @@ class Soak:
             clients.start(self._mix.draw())
             next_s += self._moments.expovariate(self.rate)
 
-    def _line(self, clients: Clients, minute: float, cpu: float) -> dict[str, Any]:
+    def _line(self, clients: Clients) -> dict[str, Any]:
         tally = clients.tally
         ttft, gaps = percentiles(tally.ttft_s), percentiles(tally.gaps_s)
         num_fds = _count(self._server.pid, "fd")
         server, engine = _memory(self._server.pid), _memory(self._engine_pid)
         return {
-            "minute": minute, "rss_mb": server["VmRSS"], "engine_rss_mb": engine["VmRSS"],
+            "rss_mb": server["VmRSS"], "engine_rss_mb": engine["VmRSS"],
             "shared_mb": server["RssShmem"], "num_fds": num_fds, "num_idle_fds": num_fds - clients.num_running,
             "num_threads": _count(self._server.pid, "task"), "num_shm_names": _num_shm_names(self._server.pid),
             "num_requests": tally.num_requests, "num_left": tally.num_left, "num_refused": tally.num_refused,
             "num_running": clients.num_running, "num_errors": tally.errors.total(), "errors": dict(tally.errors),
             "ttft_p50_ms": ttft["p50"] * 1e3, "ttft_p99_ms": ttft["p99"] * 1e3, "gap_p50_ms": gaps["p50"] * 1e3,
-            "gap_p99_ms": gaps["p99"] * 1e3, "cpu": cpu,
+            "gap_p99_ms": gaps["p99"] * 1e3,
         }  # fmt: skip
 
     def targets(self) -> list[Target]:
