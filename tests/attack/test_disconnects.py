@@ -119,7 +119,8 @@ def test_clients_that_leave_a_model_leave_no_block(default_model) -> None:
     crowd = Crowd(default_model.port, 1.0, NUM_AT_ONCE_OF_MODEL)
     asyncio.run(crowd.come_and_go(NUM_CLIENTS_OF_MODEL))
     print(dict(crowd.left))
-    assert len(crowd.left) == 3
+    assert crowd.left["before any byte"]
+    assert crowd.left["in the midst"]
     check_empty(default_model)
     print(f"engine: before {before}, after {Footprint.of(default_model.engine_pid)}")
     text = default_model.complete(prompt="One, two, three,", max_tokens=4, temperature=0)["choices"][0]["text"]
