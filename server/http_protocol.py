@@ -63,13 +63,8 @@ class TransportSink:
 
     def write(self, data: bytes) -> None:
         """Write one chunk; nothing once the client is gone."""
-        if self._transport.is_closing():
-            return
-        if self._is_chunked:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
-        if self._head:
-            data, self._head = self._head + data, b""
-        self._transport.write(data)
+        if not self._transport.is_closing():
+            self._transport.write(self._take_head() + self._chunk(data))
 
     def framed(self, head: bytes, tail: bytes) -> DeltaWriter:
         """Return a function that writes one chunk; everything that it needs is at hand: it runs once a token."""
@@ -91,19 +86,26 @@ class TransportSink:
 
         return write_chunk if self._is_chunked else write_plain
 
-    def finish(self) -> None:
-        """Write the last chunk and hand the connection back to uvicorn, for the next request on it."""
+    def finish(self, data: bytes = b"") -> None:
+        """Write the rest in one system call, and hand the connection back to uvicorn for the next request."""
         cycle = self._cycle
         if cycle.disconnected or cycle.response_complete:
             return
         if not self._transport.is_closing():
-            self._transport.write(self._head + (b"0\r\n\r\n" if self._is_chunked else b""))
-            self._head = b""
+            last = self._chunk(data) if data else b""
+            self._transport.write(self._take_head() + last + (b"0\r\n\r\n" if self._is_chunked else b""))
         cycle.response_complete = True
         cycle.message_event.set()  # ends wait_closed
         if not cycle.keep_alive:
             self._transport.close()
         cycle.on_response()
+
+    def _take_head(self) -> bytes:
+        head, self._head = self._head, b""
+        return head
+
+    def _chunk(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data
 
     async def wait_closed(self, receive: Receive) -> None:
         """Return when `finish` was called or the client is gone: uvicorn reports both as a disconnect."""
