@@ -18,6 +18,7 @@ from engine.link import EngineLink
 from engine.step_log import StepLog
 from shm_transport import process
 from shm_transport.errors import PeerDiedError
+from shm_transport.log_format import configure_logging
 
 logger = logging.getLogger("engine")
 
@@ -25,9 +26,10 @@ logger = logging.getLogger("engine")
 def main() -> int:
     """Run the engine; return the process's exit status."""
     parser = argparse.ArgumentParser(prog="python -P -m engine", description=__doc__)
-    parser.add_argument("config", help='JSON: {"link": {...}, "model": {...} or "synthetic": {...}, "step_log": PATH}')
+    parts = '{"link": {...}, "model": {...} or "synthetic": {...}, "step_log": PATH, "log_format": FORM}'
+    parser.add_argument("config", help=f"JSON: {parts}")
     config = json.loads(parser.parse_args().config)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s [engine] %(message)s", stream=sys.stderr)
+    configure_logging(config.get("log_format", "text"), "engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     process.die_with_parent(config["link"]["server_pid"])

@@ -284,9 +284,9 @@ class AsyncLLM(EngineClient):
         finally:
             self.release(collector)
 
-    async def embed(self, request: ProcessedRequest) -> EmbeddingOutput:
+    async def embed(self, request: ProcessedRequest, *, is_admitted: bool = False) -> EmbeddingOutput:
         """Return the embedding that a processed request asks for; cancelling aborts it. Errors as `generate`."""
-        collector = self.submit(request)
+        collector = self.submit(request, is_admitted=is_admitted)
         try:
             output = await collector.get()
         finally:
@@ -302,11 +302,14 @@ class AsyncLLM(EngineClient):
             EngineDeadError: If the engine is gone.
             ShuttingDownError: If what runs is the last.
             OverloadedError: If the queue is full.
+            RequestError: If it has no room for so many sequences even when it is empty.
         """
-        if self._is_shut_down or self._pipe.dead_error is not None:
-            raise self.dead_error
-        if self.is_draining:
-            raise ShuttingDownError("the server is shutting down: ask another one, or again later")
+        self._check_open()
+        if num_sequences > self._max_num_queued_reqs:
+            raise RequestError(
+                f"the request asks for {num_sequences} sequences: this server holds at most "
+                f"{self._max_num_queued_reqs} (--max-num-queued-reqs)"
+            )
         num_live = self._pipe.outputs.num_live
         if num_live + num_sequences > self._max_num_queued_reqs:
             self._pipe.metrics.rejections["max_num_queued_reqs"] += 1
@@ -322,8 +325,17 @@ class AsyncLLM(EngineClient):
                 f"{self._max_num_queued_tokens} (--max-num-queued-tokens): try again later"
             )
 
-    def submit(self, request: ProcessedRequest) -> RequestOutputCollector:
+    def check_admission_of(self, requests: list[ProcessedRequest]) -> None:
+        """Refuse all prompts of one request, or none: see check_admission; its tokens alone are no reason to."""
+        num_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        self.check_admission(sum(request.params.n for request in requests), num_tokens)
+
+    def submit(self, request: ProcessedRequest, *, is_admitted: bool = False) -> RequestOutputCollector:
         """Register a request's n sequences, then send them to the engine, as one. Never suspends.
+
+        Args:
+            request: What to generate.
+            is_admitted: It is one of those for which check_admission_of has just returned.
 
         Returns:
             Their collector. The caller must `release` it, however it ends.
@@ -332,7 +344,10 @@ class AsyncLLM(EngineClient):
             EngineDeadError, ShuttingDownError, OverloadedError: As check_admission.
         """
         params = request.params
-        self.check_admission(params.n, len(request.prompt_token_ids))
+        if is_admitted:
+            self._check_open()
+        else:
+            self.check_admission_of([request])
         self.start()
         pipe = self._pipe
         collector = RequestOutputCollector(request.request_id, request.prompt_token_ids, params.n, request.kind)
@@ -423,6 +438,12 @@ class AsyncLLM(EngineClient):
     def close(self) -> None:
         """End the engine; blocks for up to two seconds if it does not obey."""
         self._finalizer()
+
+    def _check_open(self) -> None:
+        if self._is_shut_down or self._pipe.dead_error is not None:
+            raise self.dead_error
+        if self.is_draining:
+            raise ShuttingDownError("the server is shutting down: ask another one, or again later")
 
 
 async def _read(pipe: _Pipe) -> None:

@@ -16,6 +16,7 @@ from server import config_file
 from server.bench.config import BenchConfig
 from server.config import ServeConfig
 from server.errors import StartupError
+from shm_transport import log_format
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +39,9 @@ def _serve(options: argparse.Namespace) -> int:
     file = options.config or os.environ.get("RINGSERVE_CONFIG")
     settings = (config_file.of_file(file) if file else {}) | config_file.of_environment(os.environ) | given
     config = ServeConfig(**settings)
-    from server import launcher, log_format  # after the flags are checked: --help and errors need none of it
+    from server import launcher  # after the flags are checked: --help and errors need none of it
 
-    log_format.configure_logging(config.log_format)
+    log_format.configure_logging(config.log_format, "server")
     for name in config_file.unknown_variables(os.environ):
         logger.warning("the environment variable %s is no setting: it changes nothing", name)
     return launcher.serve(config)

@@ -8,7 +8,7 @@ from typing import Any
 
 from server.chat_settings import REASONING_PARSERS, TOOL_PARSERS
 from server.errors import StartupError
-from server.log_format import FORMATS
+from shm_transport.log_format import FORMATS
 from shm_transport.strategies import STRATEGIES
 
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
@@ -158,6 +158,7 @@ class ServeConfig:
             tokenizer: The model's tokenizer.json; its directory is the model.
         """
         given = self._given("max_model_len", "max_num_seqs")
+        common = {"step_log": self.step_log, "log_format": self.log_format}
         if self.engine == "model":
             options = {
                 "model": str(tokenizer.parent), "dtype": self.dtype, "device": self.device,
@@ -167,14 +168,14 @@ class ServeConfig:
             }  # fmt: skip
             if self.adapters:
                 options["adapters"] = dict(adapter.split("=", 1) for adapter in self.adapters)
-            return {"model": options, "step_log": self.step_log}
+            return {"model": options, **common}
         synthetic = {
             "tokenizer": str(tokenizer), "script": self.script or "", "step_time_s": self.step_time_ms / 1e3,
             "tokens_per_step": self.tokens_per_step, "prefill_time_s": self.prefill_time_ms / 1e3,
             "lockstep": self.lockstep or "", "fail_after": self.fail_after, "embedding_size": self.embedding_size,
             **given,
         }  # fmt: skip
-        return {"synthetic": synthetic, "step_log": self.step_log}
+        return {"synthetic": synthetic, **common}
 
     def _check_adapters(self) -> None:
         names = self.adapter_names

@@ -1,7 +1,8 @@
 """Deadlines that clients set: the header X-Request-Timeout, or the body's `timeout_s`. The earlier one counts.
 
 A request that meets its deadline ends as one that was aborted: what is there is its answer, finish reason abort, and
-the engine drops it at once. It may still wait for its turn then; its answer is empty.
+the engine drops it at once. It may still wait for its turn then; its answer is empty. Embeddings come whole or not at
+all: 408.
 """
 
 from starlette.requests import Request

@@ -18,8 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive
 
+from server.deadline import deadline_s
 from server.endpoint import Endpoint
-from server.errors import ClientGoneError, RequestError, shown
+from server.errors import ClientGoneError, DeadlineError, RequestError, shown
 from server.input_processor import EncodeRequest, Truncation
 from server.request_id import HEADER, request_id
 from server.serving import Serving
@@ -49,6 +50,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
     add_special_tokens: bool | None = None
     request_id: str | None = None
+    timeout_s: float | None = None
 
     def inputs(self) -> list[str | list[int]]:
         """Return the inputs: each a text or a list of token ids.
@@ -136,11 +138,13 @@ async def embeddings(request: Request) -> ASGIApp:
     body.check_dimensions(llm.model.embedding_size)
     name = request_id(request, body.request_id)
     response_id = f"embd-{name}"
+    ends_s = deadline_s(request, body.timeout_s)
     requests = body.encode_requests(response_id)
     llm.check_admission(min(len(requests), _AT_ONCE))
     processed = await llm.input_processor.process_encode(requests)
-    jobs = [functools.partial(llm.embed, each) for each in processed]
-    outputs = await _unless_gone(run_all(jobs, at_once=_AT_ONCE), request.receive)
+    llm.check_admission_of(processed[:_AT_ONCE])  # those that are in the queue at the same time
+    jobs = [functools.partial(llm.embed, each, is_admitted=True) for each in processed]
+    outputs = await _unless_gone(run_all(jobs, at_once=_AT_ONCE), request.receive, ends_s)
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     answer = EmbeddingResponse(
         id=response_id, created=int(time.time()), model=serving.model_names[0], data=[],
@@ -151,17 +155,21 @@ async def embeddings(request: Request) -> ASGIApp:
     return Response(content, media_type="application/json", headers={HEADER: name})
 
 
-async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """Return what `work` returns; cancel it as soon as the client is gone.
+async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive, ends_s: float | None) -> T:
+    """Return what `work` returns; cancel it as soon as the client is gone, or at `ends_s`, time.monotonic().
 
     Raises:
         ClientGoneError: If it was.
+        DeadlineError: If it was too late.
     """
+    left_s = None if ends_s is None else ends_s - time.monotonic()
     task, listener = asyncio.ensure_future(work), asyncio.ensure_future(until_disconnect(receive))
     try:
-        await asyncio.wait((task, listener), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, listener), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGoneError("the client has closed its connection")
+            if listener.done():
+                raise ClientGoneError("the client has closed its connection")
+            raise DeadlineError("the embeddings were not made by the deadline that the request set")
         return task.result()
     finally:
         for each in (task, listener):

@@ -9,6 +9,7 @@ ServerError
 ├── OverloadedError               503 + Retry-After
 ├── ConcurrencyLimitError         one API key has too many requests open: 429 + Retry-After
 ├── ConflictError                 not in the state that the engine is in now: 409
+├── DeadlineError                 there is no answer by the request's deadline: 408
 ├── EngineCallError               the engine could not carry out an order, or in time: 500
 ├── EngineGenerateError           one request failed in the engine; the others go on: 500
 ├── EngineDeadError               the engine process is gone: 503
@@ -118,6 +119,13 @@ class ConflictError(ServerError):
 
     status = 409
     type = "ConflictError"
+
+
+class DeadlineError(ServerError):
+    """The time that the client gave its request is over, and it has no part of an answer."""
+
+    status = 408
+    type = "TimeoutError"
 
 
 class EngineCallError(ServerError):

@@ -21,7 +21,9 @@ from server.sink import EXTENSION, DeltaWriter, Headers, until_disconnect
 from server.turns import Turns
 
 _MAX_HEAD_BYTES = 65_536
+_MAX_HEADERS = 100  # as Apache's and http.client's; a request with a browser's and three proxies' has half as many
 _MAX_PIPELINED = 64
+_TOO_LARGE = f"the request's head exceeds {_MAX_HEAD_BYTES} bytes"
 
 
 class TransportSink:
@@ -116,8 +118,12 @@ def _num_unsent(transport: asyncio.Transport) -> int:
     return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
+class _RefusedError(Exception):
+    """Stops the parser; never seen outside: uvicorn calls send_400_response for it."""
+
+
 class RingserveProtocol(HttpToolsProtocol):
-    """One connection; bounds what uvicorn does not: the size of a request's head, and requests in a pipeline.
+    """One connection; bounds what uvicorn does not: a request's head and trailers, and requests in a pipeline.
 
     Args:
         turns: Shared by all connections of a server; None for one alone.
@@ -128,8 +134,10 @@ class RingserveProtocol(HttpToolsProtocol):
         self._turns = turns or Turns()
         self.sink: TransportSink | None = None  # of the response in progress
         self._open_cycles: deque[RequestResponseCycle] = deque()  # the running one, then the pipeline
-        self._is_in_head = True
-        self._num_head_bytes = 0
+        self._is_in_head = True  # or before it
+        self._num_head_bytes = self._num_headers = 0  # of one request, its trailers included
+        self._num_unused_bytes = 0  # received since there was the last head or part of a body
+        self._refusal = ""  # why the parser was stopped
         self._receiving_since_s: float | None = self.loop.time()  # of a request that is not all there
         self._stall = (0, 0.0)  # bytes that wait for the client, and since when so many
 
@@ -150,14 +158,13 @@ class RingserveProtocol(HttpToolsProtocol):
 
     def _take_up(self, data: bytes) -> None:
         """Parse; refuse a head that never ends, drop a client that asks without reading."""
+        self._num_unused_bytes += len(data)
         super().data_received(data)
-        if not self._is_in_head and self._receiving_since_s is not None:
-            self._receiving_since_s = self.loop.time()
-        self._num_head_bytes = self._num_head_bytes + len(data) if self._is_in_head else 0
+        self._note_arrival()
         if self.transport.is_closing():
             return
-        if self._num_head_bytes > _MAX_HEAD_BYTES:
-            self._refuse(431, f"the request's head exceeds {_MAX_HEAD_BYTES} bytes")
+        if self._num_unused_bytes > _MAX_HEAD_BYTES:
+            self._refuse(431, _TOO_LARGE)
         elif len(self.pipeline) > _MAX_PIPELINED:
             self.transport.abort()
 
@@ -187,23 +194,44 @@ class RingserveProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Note that a head begins."""
-        self._is_in_head = True
+        self._num_head_bytes = self._num_headers = 0
         self._receiving_since_s = self.loop.time()
         super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Count the URL's bytes, which the parser gives in parts."""
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count headers; what arrives in one piece is never waited for."""
+        self._num_headers += 1
+        self._count_head(len(name) + len(value))
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Offer the sink to the application; its task was created, and has not run yet."""
         self._is_in_head = False
+        self._num_unused_bytes = 0
         super().on_headers_complete()
         cycle = self.cycle
         if cycle is not None:
             self._open_cycles.append(cycle)
             extensions: dict[str, Any] = {EXTENSION: functools.partial(TransportSink, self, cycle)}
             cycle.scope["extensions"] = extensions
+            if self.parser.should_upgrade():  # the parser reads nothing after it, so no other request would be answered
+                cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        """Note that the body goes on."""
+        self._num_unused_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Note that nothing of the request is missing."""
         self._receiving_since_s = None
+        self._is_in_head = True
+        self._num_unused_bytes = 0
         super().on_message_complete()
 
     def resume_writing(self) -> None:
@@ -219,14 +247,40 @@ class RingserveProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP at all, in the one error shape."""
-        self._refuse(400, msg)
+        """Answer what is no HTTP at all, or what stopped the parser, in the one error shape."""
+        self._refuse(431 if self._refusal else 400, self._refusal or msg)
+
+    def _note_arrival(self) -> None:
+        """Say since when the request that is not all there is on its way; bytes before its head begin it too."""
+        if self._receiving_since_s is not None:
+            if not self._is_in_head:
+                self._receiving_since_s = self.loop.time()
+        elif not self._open_cycles:
+            self._receiving_since_s = self.loop.time()
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._num_head_bytes += num_bytes
+        if self._num_headers > _MAX_HEADERS:
+            self._refusal = f"the request has more than {_MAX_HEADERS} headers"
+        elif self._num_head_bytes > _MAX_HEAD_BYTES:
+            self._refusal = _TOO_LARGE
+        if self._refusal:
+            raise _RefusedError
 
     def _refuse(self, status: int, message: str) -> None:
-        """Close the connection, with an error unless a response is in progress, into which it would be written."""
-        if not self._open_cycles:
+        """Close the connection; with an error, unless that would stand in, or for, the response to another request."""
+        if self._is_first_unanswered():
             error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
             body = json.dumps({"error": error}).encode()
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
+        for cycle in self._open_cycles:
+            cycle.disconnected = True  # whoever answers it writes nothing more
         self.transport.close()
+
+    def _is_first_unanswered(self) -> bool:
+        """Whether the request that comes in is the only one, and nothing of its response has left."""
+        if not self._open_cycles:
+            return True
+        cycle = self._open_cycles[0]
+        return len(self._open_cycles) == 1 and cycle.more_body and not cycle.response_started

@@ -14,6 +14,7 @@ from server.grammar_checker import GrammarChecker
 from server.model_info import ModelInfo
 from server.outputs import OutputKind
 from server.sampling_params import SamplingParams
+from server.tokenizer import MAX_TEXT_BYTES, check_text_size
 from server.trace_headers import TraceHeaders, current_trace_headers
 from server.workers import run_near
 from shm_transport.messages import AddRequest, Fork
@@ -23,6 +24,7 @@ _INLINE_ITEMS = 4096  # characters or token ids; more are processed on a thread:
 _MESSAGE_ITEMS = 64  # what rendering a message costs beside its text
 _REQUEST_ITEMS = 16  # what a request costs beside its prompt
 _BAD_WORD_ITEMS = 8
+_BYTES_PER_TOKEN = 8  # of a prompt that fills a context beyond 262,144 tokens: twice those of ordinary text
 _NO_SAMPLING = SamplingParams()  # of an embedding
 
 
@@ -170,6 +172,20 @@ class InputProcessor:
             raise RequestError("this engine makes no embeddings: use one that serves a model", param="model")
         return await _each(self._process_encode, requests)
 
+    def check_token_ids(self, field_name: str, token_ids: "list[int] | tuple[int, ...]") -> None:
+        """Refuse what is no token id of the model.
+
+        Raises:
+            RequestError: Naming the field.
+        """
+        size = self._model.vocab_size
+        if not token_ids or (set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < size):
+            return
+        wrong = next(token_id for token_id in token_ids if type(token_id) is not int or not 0 <= token_id < size)
+        raise RequestError(
+            f"{field_name} holds {shown(wrong)}: token ids are integers from 0 to {size - 1}", param=field_name
+        )
+
     def _process(self, request: GenerateRequest) -> ProcessedRequest:
         return self._fit(request, self._token_ids(request, num_reserved=1))
 
@@ -198,7 +214,7 @@ class InputProcessor:
             token_ids = _truncate(token_ids, request.truncation, self._model.max_model_len, most)
         _check_length(token_ids, request.name, most)
         if not isinstance(given, str):
-            self._check_token_ids(request.name, token_ids)
+            self.check_token_ids(request.name, token_ids)
         return token_ids
 
     def _tokenize(self, text: str, request: GenerateRequest | EncodeRequest) -> list[int]:
@@ -208,6 +224,7 @@ class InputProcessor:
                 f"{name} has {len(text)} characters, more than {model.max_model_len} tokens can hold: shorten it",
                 param=name,
             )
+        check_text_size(text, name, max(MAX_TEXT_BYTES, _BYTES_PER_TOKEN * model.max_model_len))
         try:
             return model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
         except TypeError as exc:  # the library's for a text that cannot be UTF-8
@@ -228,10 +245,10 @@ class InputProcessor:
                 "leave",
                 param="min_tokens",
             )
-        self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        self._check_token_ids("allowed_token_ids", params.allowed_token_ids)
-        self._check_token_ids("bad_token_ids", params.bad_token_ids)
-        self._check_token_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
+        self.check_token_ids("stop_token_ids", params.stop_token_ids)
+        self.check_token_ids("allowed_token_ids", params.allowed_token_ids)
+        self.check_token_ids("bad_token_ids", params.bad_token_ids)
+        self.check_token_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
         self._check_logprobs(params)
         bad_token_ids = params.bad_token_ids + tuple(map(self._bad_token_id, params.bad_words))
         eos_token_id = -1 if params.ignore_eos else model.eos_token_id
@@ -277,15 +294,6 @@ class InputProcessor:
         for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if value is not None and value > size:
                 raise RequestError(f"{name} is {value}: the vocabulary has {size} tokens", param=name)
-
-    def _check_token_ids(self, field_name: str, token_ids: "list[int] | tuple[int, ...]") -> None:
-        size = self._model.vocab_size
-        if not token_ids or (set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < size):
-            return
-        wrong = next(token_id for token_id in token_ids if type(token_id) is not int or not 0 <= token_id < size)
-        raise RequestError(
-            f"{field_name} holds {shown(wrong)}: token ids are integers from 0 to {size - 1}", param=field_name
-        )
 
 
 _Request = TypeVar("_Request", GenerateRequest, EncodeRequest)

@@ -202,7 +202,8 @@ def _uvicorn_config(
         loop="uvloop",
         ws="none",
         lifespan="on",
-        log_level="warning",
+        log_config=None,  # its lines look like ours
+        log_level="error",  # of what is wrong with requests their clients are told
         access_log=False,
         proxy_headers=False,  # nothing here looks at the client's address or the scheme
         server_header=False,

@@ -199,8 +199,15 @@ def _with_prompt_logprobs(params: SamplingParams) -> SamplingParams:
 
 
 def _texts(serving: Serving, prompts: list[str | list[int]], skip_special_tokens: bool) -> list[str]:
-    """Return the prompts as `echo` shows them."""
+    """Return the prompts as `echo` shows them.
+
+    Raises:
+        RequestError: If one has what is no token id.
+    """
     decode = serving.llm.model.tokenizer.decode
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            serving.llm.input_processor.check_token_ids("prompt", prompt)
     return [p if isinstance(p, str) else decode(p, skip_special_tokens=skip_special_tokens) for p in prompts]
 
 

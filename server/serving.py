@@ -134,10 +134,15 @@ def _submit(
     llm: AsyncLLM, requests: list[ProcessedRequest], collectors: list[RequestOutputCollector], stream: EventStream
 ) -> None:
     try:
-        for request in requests:
-            collectors.append(llm.submit(request))
+        _submit_all(llm, requests, collectors)
     except ServerError as exc:
         stream.fail(exc)
+
+
+def _submit_all(llm: AsyncLLM, requests: list[ProcessedRequest], collectors: list[RequestOutputCollector]) -> None:
+    llm.check_admission_of(requests)
+    for request in requests:
+        collectors.append(llm.submit(request, is_admitted=True))
 
 
 async def collect(llm: AsyncLLM, requests: list[ProcessedRequest], receive: Receive) -> list[RequestOutput]:
@@ -157,8 +162,7 @@ async def collect(llm: AsyncLLM, requests: list[ProcessedRequest], receive: Rece
     listener = asyncio.ensure_future(until_disconnect(receive))
     listener.add_done_callback(abort)
     try:
-        for request in requests:
-            collectors.append(llm.submit(request))
+        _submit_all(llm, requests, collectors)
         return [await collector.get() for collector in collectors]
     finally:
         listener.remove_done_callback(abort)

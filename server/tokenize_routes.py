@@ -13,10 +13,10 @@ from server.errors import RequestError
 from server.json_response import JsonResponse
 from server.model_info import ModelInfo
 from server.serving import Serving
+from server.tokenizer import check_text_size
 from server.tools import Tool
 from server.workers import run_near
 
-MAX_CHARACTERS = 2**21  # beyond any context; the library frees a longer text's tokens with the GIL held, for 0.1 s
 _INLINE_ITEMS = 4096  # characters or token ids; more are processed on a thread: so many take about a millisecond
 
 
@@ -82,8 +82,7 @@ async def tokenize(request: Request) -> ASGIApp:
     text, add_special_tokens = body.prompt, body.add_special_tokens is not False
     if text is None:
         text, add_special_tokens = await _render(serving, body.chat()), bool(body.add_special_tokens)
-    if len(text) > MAX_CHARACTERS:
-        raise RequestError(f"the text has {len(text)} characters: at most {MAX_CHARACTERS}", param="prompt")
+    check_text_size(text, "prompt")
     with_strings = bool(body.return_token_strs)
     is_short = len(text) <= _INLINE_ITEMS
     return JsonResponse(await run_near(is_short, _tokenize, serving.llm.model, text, add_special_tokens, with_strings))

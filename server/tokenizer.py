@@ -8,12 +8,31 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from server.chat_template import ChatTemplate
 from server.detokenizer import Detokenizer, StreamDetokenizer, TableDetokenizer
-from server.errors import StartupError, shown
+from server.errors import RequestError, StartupError, shown
 from server.logprob_format import TokenNames
 from server.token_table import make_tables
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 NONE_SHOWN: frozenset[str] = frozenset()
+MAX_TEXT_BYTES = 2**21  # the library frees tokens, one a byte at most, with the GIL held: so many take 0.1 s
+
+
+def check_text_size(text: str, name: str, max_bytes: int = MAX_TEXT_BYTES) -> None:
+    """Refuse a text whose tokens would hold everyone up.
+
+    Args:
+        text: It may hold lone surrogates.
+        name: The field that it stands in.
+        max_bytes: In UTF-8.
+
+    Raises:
+        RequestError: If it is longer.
+    """
+    num_bytes = len(text)  # at least
+    if max_bytes / 4 < num_bytes <= max_bytes:
+        num_bytes = len(text.encode(errors="surrogatepass"))
+    if num_bytes > max_bytes:
+        raise RequestError(f"{name} has {num_bytes} bytes or more: at most {max_bytes}", param=name)
 
 
 class Tokenizer:

@@ -98,6 +98,45 @@ def test_prompt_tokens_beyond_the_queue_are_refused_before_any_byte(start_server
     other.close()
 
 
+def test_embeddings_that_are_late_are_an_error_and_leave_the_engine(shared_server, wait) -> None:
+    server = shared_server(*PREFILL)
+    for body, headers in (({"timeout_s": 0.2}, {}), ({}, {"x-request-timeout": "0.2"})):
+        response = server.client.post("/v1/embeddings", json={"input": ["a"] * 300, **body}, headers=headers)
+        assert response.status_code == 408
+        assert response.json()["error"]["code"] == 408
+        wait(lambda: not any(server.load().values()), 5)
+
+
+def test_embeddings_in_time_do_not_know_their_deadline(synthetic) -> None:
+    assert synthetic.post("/v1/embeddings", input=["a", "b"], timeout_s=30).status_code == 200
+    response = synthetic.post("/v1/embeddings", input="a", timeout_s=0)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "timeout_s"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_prompts_of_one_request_are_taken_together_or_not_at_all(start_server, wait, stream) -> None:
+    server = start_server(*PREFILL, "--max-num-queued-tokens", "100", "--max-num-queued-reqs", "8")
+    body = {"prompt": [[1] * 60] * 3, "max_tokens": 2, "stream": stream}
+    assert server.post("/v1/completions", **body, timeout_s=0.2).status_code == 200  # alone, however long they are
+    wait(lambda: server.load()["server_load"] == 0, 30)
+    other = send(server.port, "/v1/completions", prompt=[1] * 30, stream=stream)
+    wait(lambda: server.load()["server_load"] == 1, 30)
+    refused = server.post("/v1/completions", **body)
+    assert refused.status_code == 503
+    assert "180 more exceed" in refused.json()["error"]["message"]
+    assert server.load()["server_load"] == 1
+    never = server.post("/v1/completions", prompt=["a", "b", "c"], n=3, temperature=1, stream=stream)
+    assert never.status_code == 400
+    assert "--max-num-queued-reqs" in never.json()["error"]["message"]
+    other.close()
+
+
+def test_inputs_of_one_request_for_embeddings_are_taken_together(start_server) -> None:
+    server = start_server("--engine", "synthetic", "--max-num-queued-tokens", "100")
+    assert server.post("/v1/embeddings", input=[[1] * 60] * 300).status_code == 200
+
+
 def test_a_prompt_stops_counting_with_its_first_token(start_server) -> None:
     server = start_server("--engine", "synthetic", "--step-time-ms", "10", "--max-num-queued-tokens", "100")
     running = send(server.port, "/v1/completions", prompt=[1] * 90, max_tokens=4000, stream=True)

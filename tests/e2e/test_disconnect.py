@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from openai import APITimeoutError, OpenAI
 
 PREFILL = ("--engine", "synthetic", "--prefill-time-ms", "60000")
 DECODE = ("--engine", "synthetic", "--step-time-ms", "10")
@@ -108,6 +109,48 @@ def test_a_client_that_stops_reading_gets_every_token_when_it_reads_again(start_
     assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected
     print(f"20,000 tokens in {len(lines)} events")
     assert len(lines) < 20_000
+
+
+def test_refused_and_aborted_requests_leave_their_id_free(start_server, wait) -> None:
+    server = start_server(*DECODE, "--max-model-len", "300", "--max-num-seqs", "1")
+    headers = {"X-Request-Id": "same"}
+    for _ in range(1000):
+        response = server.client.post("/v1/completions", json={"prompt": [5] * 301}, headers=headers)
+        assert response.status_code == 400
+    bodies = [{"prompt": "a", "max_tokens": 200, "stream": stream, "request_id": "same"} for stream in (True, False)]
+    queued = [send(server.port, "/v1/completions", **body) for body in bodies * 50]
+    wait(lambda: server.load()["server_load"] == 100, 30)
+    for client in queued:
+        client.close()
+    wait(lambda: not any(server.load().values()), 5)
+    again = server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}, headers=headers)
+    assert (again.json()["id"], again.json()["usage"]["completion_tokens"]) == ("cmpl-same", 3)
+
+
+def test_rows_that_come_too_late_are_counted_and_not_logged(start_server, wait) -> None:
+    server = start_server("--engine", "synthetic", "--tokens-per-step", "4", "--max-model-len", "100000")
+    for _ in range(50):
+        client = send(server.port, "/v1/completions", prompt="a", max_tokens=50_000, stream=True)
+        assert client.recv(100)
+        client.close()
+    wait(lambda: not any(server.load().values()), 5)
+    lines = server.client.get("/metrics").text.splitlines()
+    (late,) = [line for line in lines if line.startswith("ringserve:ring_late_rows_total")]
+    print(late)
+    assert server.stop() == 0
+    assert len(server.stderr.splitlines()) < 10, server.stderr
+
+
+def test_a_client_that_times_out_and_tries_again_leaves_no_attempt_running(start_server, wait) -> None:
+    server = start_server(*PREFILL)
+    model = server.client.get("/v1/models").json()["data"][0]["id"]
+    patience = {"timeout": 0.3, "max_retries": 2}
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", **patience) as client, pytest.raises(APITimeoutError):
+        client.completions.create(model=model, prompt="a")
+    wait(lambda: not any(server.load().values()), 5)
+    lines = server.client.get("/metrics").text.splitlines()
+    (aborted,) = [line for line in lines if line.startswith("ringserve:request_success") and '"abort"' in line]
+    assert float(aborted.split()[-1]) == 3
 
 
 def test_two_live_requests_of_one_id_keep_their_own_outputs(shared_server, wait) -> None:

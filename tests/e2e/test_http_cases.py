@@ -194,6 +194,14 @@ def test_a_bad_prompt_is_refused(synthetic, prompt) -> None:
     check_alive(synthetic)
 
 
+@pytest.mark.parametrize("prompt", [[-1], [[5], [2**40]], [49152], [5, "b"], [True]], ids=str)
+def test_a_prompt_that_is_echoed_is_checked_before(synthetic, prompt) -> None:
+    response = synthetic.post("/v1/completions", prompt=prompt, max_tokens=2, echo=True)
+    assert response.status_code == 400
+    check_error(response)
+    assert response.json()["error"]["param"].startswith("prompt")
+
+
 @pytest.mark.parametrize(
     "messages",
     ["null", "[]", "[5]", "{}", '[{"content":"a"}]', '[{"role":5,"content":"a"}]', '[{"role":"user","content":5}]',

@@ -133,6 +133,17 @@ def test_the_log_can_be_json(start_server) -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", lines[0]["time"])
 
 
+def test_both_processes_write_json(start_server) -> None:
+    server = start_server("--dtype", "float32", "--log-format", "json")
+    assert server.client.get("/health").status_code == 200
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"no HTTP\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 400 ")
+    assert server.stop() == 0
+    lines = [json.loads(line) for line in server.stderr.splitlines()]
+    assert {line["process"] for line in lines} == {"server", "engine"}
+
+
 def test_a_scrape_is_answered_while_streams_run(paced) -> None:
     with httpx.stream(
         "POST", f"{paced.url}/v1/completions", json={**BODY, "max_tokens": 200, "stream": True}

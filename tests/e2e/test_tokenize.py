@@ -59,6 +59,7 @@ def test_content_as_parts_is_text(synthetic) -> None:
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
         ("/tokenize", {"prompt": "a" * (2**21 + 1)}, "prompt"),
+        ("/tokenize", {"prompt": "\U0001f600" * (2**19 + 1)}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": MESSAGES, "chat_template": "{{ x }}"}, "chat_template"),
         (

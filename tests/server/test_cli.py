@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from server import cli, launcher, log_format, model_path
+from server import cli, launcher, model_path
 from server.config import ServeConfig
 from server.config_file import plain_type
 from server.errors import StartupError
+from shm_transport import log_format
 
 EXAMPLES = {"root_path": "/a", "otlp_traces_endpoint": "http://127.0.0.1:4318"}  # of settings that have a form
 OPTIONS = [field for field in dataclasses.fields(ServeConfig) if field.name != "model"]
@@ -28,7 +29,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
         return 0
 
     monkeypatch.setattr(launcher, "serve", serve)
-    monkeypatch.setattr(log_format, "configure_logging", lambda _: None)
+    monkeypatch.setattr(log_format, "configure_logging", lambda *_: None)
     return configs
 
 

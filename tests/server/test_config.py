@@ -74,7 +74,7 @@ def test_a_model_engine_is_told_the_directory_and_the_limits_that_were_given() -
         "dtype": "auto", "device": "auto", "quantization": "auto", "runner": "auto", "overlap": "auto",
         "deterministic": False, "runtime_adapters": False,
     }  # fmt: skip
-    assert plain == {"model": {"model": "/models/a", **choices}, "step_log": None}
+    assert plain == {"model": {"model": "/models/a", **choices}, "step_log": None, "log_format": "text"}
     assert ServeConfig(enable_dev_routes=True).engine_config(TOKENIZER)["model"]["runtime_adapters"] is True
     config = ServeConfig(
         dtype="float32",
@@ -82,6 +82,7 @@ def test_a_model_engine_is_told_the_directory_and_the_limits_that_were_given() -
         max_model_len=100,
         max_num_seqs=3,
         step_log="/tmp/log",
+        log_format="json",
         num_threads=2,
         block_size=16,
     )
@@ -91,6 +92,7 @@ def test_a_model_engine_is_told_the_directory_and_the_limits_that_were_given() -
             "max_num_seqs": 3, "num_threads": 2, "block_size": 16,
         },
         "step_log": "/tmp/log",
+        "log_format": "json",
     }  # fmt: skip
 
 
@@ -107,6 +109,7 @@ def test_a_synthetic_engine_is_told_its_pace_in_seconds() -> None:
             "embedding_size": 64,
         },
         "step_log": None,
+        "log_format": "text",
     }  # fmt: skip
     assert SyntheticConfig(**told["synthetic"]).fail_after == 7
     SyntheticConfig(**ServeConfig(engine="synthetic").engine_config(TOKENIZER)["synthetic"])

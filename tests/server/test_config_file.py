@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from server import cli, config_file, launcher, log_format
+from server import cli, config_file, launcher
 from server.config import ServeConfig
 from server.errors import StartupError
+from shm_transport import log_format
 from tests.server.test_cli import EXAMPLES
 
 FIELDS = dataclasses.fields(ServeConfig)
@@ -19,7 +20,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
     """Keep the configurations that would be served."""
     configs: list[ServeConfig] = []
     monkeypatch.setattr(launcher, "serve", lambda config: configs.append(config) or 0)
-    monkeypatch.setattr(log_format, "configure_logging", lambda _: None)
+    monkeypatch.setattr(log_format, "configure_logging", lambda *_: None)
     return configs
 
 

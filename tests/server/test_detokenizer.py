@@ -233,6 +233,16 @@ def test_a_long_output_of_bytes_that_are_no_text_costs_linear_time(real: RealTok
     assert times_s[1] < 2.5  # the watchdog: a decoder that waits for ever needs far more
 
 
+def test_the_vocabularys_tables_are_made_once_however_many_requests_and_tokens(
+    real: RealTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real.server.detokenizer([1], skip_special_tokens=True).decode(5)
+    monkeypatch.setattr("server.tokenizer.make_tables", lambda *_: pytest.fail("they were made again"))
+    for _ in range(10):
+        detokenizer = real.server.detokenizer([1], skip_special_tokens=True)
+        assert all(isinstance(detokenizer.decode(token_id), str) for token_id in [5, 6, 7] * 100)
+
+
 def test_an_id_that_can_be_none_is_a_value_error(real: RealTokenizer) -> None:
     detokenizer = real.server.detokenizer([], skip_special_tokens=True)
     for token_id in (-1, 2**31, 2**63, -(2**63)):

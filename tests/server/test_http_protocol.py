@@ -120,12 +120,16 @@ async def test_uvicorn_has_the_names_that_are_touched(connection: Connection) ->
     touched = {
         "scope": dict, "default_headers": list, "response_started": bool, "response_complete": bool,
         "waiting_for_100_continue": bool, "keep_alive": bool, "disconnected": bool, "message_event": asyncio.Event,
+        "more_body": bool,
     }  # fmt: skip
     for name, kind in touched.items():
         assert isinstance(getattr(cycle, name, None), kind), f"RequestResponseCycle.{name}: {UPGRADE}"
     assert cycle.on_response == protocol.on_response_complete, UPGRADE
     assert cycle.flow.write_paused is False, UPGRADE
-    for name in ("on_headers_complete", "resume_writing", "on_response_complete", "send_400_response"):
+    for name in (
+        "on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete",
+        "resume_writing", "on_response_complete", "send_400_response",
+    ):  # fmt: skip
         assert callable(getattr(httptools_impl.HttpToolsProtocol, name, None)), f"{name}: {UPGRADE}"
 
 
@@ -354,6 +358,108 @@ async def test_what_is_no_http_gets_the_one_error_shape() -> None:
     assert json.loads(body)["error"]["code"] == 400
     assert made.transport.is_closed
     await made.end()
+
+
+async def feed(connection: Connection, data: bytes, part_bytes: int) -> None:
+    """Receive data in parts, each in a turn of its own, until the connection is closed."""
+    for start in range(0, len(data), part_bytes):
+        if not connection.transport.is_closed:
+            connection.protocol.data_received(data[start : start + part_bytes])
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+
+def answer_of(connection: Connection) -> tuple[int, str]:
+    """Return the status and the message of the error with which a connection was closed."""
+    assert connection.transport.is_closed
+    head, _, body = connection.transport.data.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]["message"]
+
+
+async def test_a_hundred_headers_are_taken_and_one_more_is_not(connection: Connection) -> None:
+    head = b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 100
+    await connection.request(head + b"\r\n")
+    assert not connection.transport.is_closed
+    refused = Connection()
+    refused.protocol.data_received(head + b"A: b\r\n\r\n")
+    assert answer_of(refused) == (431, "the request has more than 100 headers")
+    assert refused.calls == []
+
+
+@pytest.mark.parametrize("line", [b"GET /%b HTTP/1.1\r\nA: b", b"GET / HTTP/1.1\r\nA: %b", b"GET / HTTP/1.1\r\n%b: a"])
+@pytest.mark.parametrize("part_bytes", [1000, 10**6], ids=["in parts", "in one piece"])
+async def test_a_head_beyond_64_kib_is_refused_however_it_comes(line: bytes, part_bytes: int) -> None:
+    made = Connection()
+    data = line % (b"a" * 65_600) + b"\r\n\r\n"
+    await feed(made, data, part_bytes)
+    assert answer_of(made) == (431, "the request's head exceeds 65536 bytes")
+    assert made.calls == []
+
+
+@pytest.mark.parametrize(
+    ("trailers", "message"),
+    [(b"A: b\r\n" * 200, "more than 100 headers"), (b"A: " + b"b" * 200_000, "exceeds 65536 bytes")],
+    ids=["many", "long"],
+)
+async def test_trailers_without_end_are_refused(connection: Connection, trailers: bytes, message: str) -> None:
+    await connection.request(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n")
+    await feed(connection, trailers, 1000)
+    status, shown = answer_of(connection)
+    assert status == 431
+    assert message in shown
+
+
+async def test_a_long_body_is_no_head(connection: Connection) -> None:
+    await connection.request(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 300000\r\n\r\n")
+    await feed(connection, b"a" * 300_000, 1000)
+    assert not connection.transport.is_closed
+
+
+async def test_the_next_request_on_a_connection_has_a_head_of_its_own(connection: Connection) -> None:
+    for n in range(3):
+        sink = await connection.request(GET.replace(b"Host", b"A: b\r\n" * 60 + b"A: %b\r\nHost" % (b"a" * 40_000)) % n)
+        sink.open(200, [])
+        sink.finish()
+    assert not connection.transport.is_closed
+
+
+async def test_nonsense_in_the_body_of_a_request_that_waits_for_it_is_told(connection: Connection) -> None:
+    await connection.request(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+    connection.protocol.data_received(b"zz\r\n")
+    assert answer_of(connection)[0] == 400
+    sink = connection.sink(0)
+    assert not sink.is_writable
+    assert connection.protocol.cycle.disconnected
+
+
+async def test_nonsense_behind_a_request_is_no_answer_to_it(connection: Connection) -> None:
+    await connection.request(GET % 0)
+    connection.protocol.data_received(b"\x16\x03\r\n")
+    assert connection.transport.is_closed
+    assert connection.transport.data == b""
+
+
+async def test_a_request_for_another_protocol_is_the_last_of_its_connection(connection: Connection) -> None:
+    head = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    sink = await connection.request(head)
+    sink.open(200, [])
+    sink.finish()
+    assert b"connection: close\r\n" in connection.transport.data
+    assert connection.transport.is_closed
+
+
+async def test_blank_lines_between_requests_do_not_keep_a_connection(connection: Connection) -> None:
+    sink = await connection.request()
+    sink.open(200, [])
+    sink.finish()
+    protocol, now_s = connection.protocol, asyncio.get_running_loop().time()
+    assert protocol.receiving_s(now_s + 5) == 0
+    for _ in range(3):  # each takes uvicorn's own timer away
+        protocol.data_received(b"\r\n")
+        await asyncio.sleep(0)
+    assert protocol.receiving_s(now_s + 5) == pytest.approx(5, abs=1)
+    await connection.request(GET % 1)
+    assert protocol.receiving_s(now_s + 5) == 0
 
 
 def test_a_socket_that_does_not_read_pauses_the_sink_and_one_that_reads_again_resumes_it() -> None:

@@ -9,7 +9,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 from server.chat_template import ChatPrompt, ChatTemplate
 from server.errors import RequestError
-from server.input_processor import GenerateRequest, InputProcessor, ProcessedRequest
+from server.input_processor import GenerateRequest, InputProcessor, ProcessedRequest, Truncation
 from server.model_info import ModelInfo
 from server.sampling_params import SamplingParams
 from shm_transport.messages import Fork
@@ -82,6 +82,18 @@ async def test_a_text_that_no_context_can_hold_is_refused_before_it_is_tokenized
     param, message = await refusal(model, prompt="a" * (16 * len("longest") + 1))
     assert param == "prompt"
     assert "113 characters" in message
+
+
+@pytest.mark.parametrize("text", ["a" * (2**21 + 1), "é" * (2**20 + 1), "\ud800" * 2**20], ids=["1", "2", "surrogates"])
+async def test_a_text_with_too_many_bytes_is_refused_before_it_is_tokenized_even_to_be_truncated(
+    model: ModelInfo, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
+    request = GenerateRequest(
+        request_id="r", prompt=text, params=SamplingParams(), truncation=Truncation.of(4, None), add_special_tokens=True
+    )
+    with pytest.raises(RequestError, match="at most 2097152"):
+        await InputProcessor(model).process(request)
 
 
 async def test_min_tokens_beyond_what_is_left_is_refused(model: ModelInfo) -> None:

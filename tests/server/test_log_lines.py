@@ -4,11 +4,11 @@ import io
 import json
 import logging
 
-from server.log_format import ColourFormatter, JsonFormatter
 from server.metrics import Metrics
 from server.milestones import FinishedSequence, FirstToken
 from server.request_log import RequestLog
 from server.throughput_log import ThroughputLog
+from shm_transport.log_format import ColourFormatter, JsonFormatter
 from shm_transport.ring import RecordHeader
 
 MS = 1_000_000
@@ -72,7 +72,7 @@ def test_rates_are_of_the_time_since_the_last_line_and_idleness_is_silent(caplog
 def test_json_lines_hold_the_traceback_and_no_line_break() -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(JsonFormatter("server"))
     log = logging.Logger("a.b")
     log.addHandler(handler)
     try:

@@ -16,7 +16,7 @@ from server import model_path
 from server.async_llm import AsyncLLM
 from server.config import ServeConfig
 from server.engine_process import EngineProcess
-from server.errors import EngineGenerateError, OverloadedError, ServerError
+from server.errors import EngineGenerateError, OverloadedError, RequestError, ServerError
 from server.input_processor import GenerateRequest
 from server.metrics import GAP_S, Metrics
 from server.metrics_histogram import SECONDS, Histogram
@@ -344,11 +344,15 @@ async def test_an_abort_is_acknowledged_by_the_engine(start: Any) -> None:
 
 
 async def test_a_refused_request_is_counted_as_such_and_as_nothing_else(start: Any) -> None:
-    llm = start(max_num_queued_reqs=2)
+    llm = start(max_num_queued_reqs=2, step_time_ms=20.0)
+    running = llm.submit(await llm.input_processor.process(request(n=1, max_tokens=100)))
     with pytest.raises(OverloadedError):
+        llm.check_admission(2)
+    with pytest.raises(RequestError):  # not for load: it would never be taken
         llm.check_admission(3)
     assert llm.metrics.rejections == {"max_num_queued_reqs": 1, "max_num_queued_tokens": 0}
     assert sum(llm.metrics.finish_reasons.values()) == 0
+    llm.release(running)
 
 
 async def test_a_finished_sequence_says_what_it_took(start: Any) -> None:

@@ -57,6 +57,10 @@ def test_a_body_that_says_that_it_is_too_large_is_not_read() -> None:
         read(b"", {**JSON, "content-length": "101"})
 
 
+def test_a_length_with_more_digits_than_python_takes_is_a_length() -> None:
+    assert read(b'{"inner":[]}', {**JSON, "content-length": "0" * 5000 + "12"})[0] == Body(inner=[])
+
+
 def test_a_body_that_grows_too_large_is_refused_whatever_it_says() -> None:
     for headers in (JSON, {**JSON, "content-length": "5"}, {**JSON, "content-length": "-1"}):
         with pytest.raises(BodyTooLargeError, match="limit of 100"):

@@ -37,9 +37,12 @@ class FakeLLM:
         self.released: list[RequestOutputCollector] = []
         self.refusal: Exception | None = None
 
-    def submit(self, request: ProcessedRequest) -> RequestOutputCollector:
+    def check_admission_of(self, _: list[ProcessedRequest]) -> None:
         if self.refusal is not None:
             raise self.refusal
+
+    def submit(self, request: ProcessedRequest, *, is_admitted: bool) -> RequestOutputCollector:
+        assert is_admitted
         self.collectors.append(RequestOutputCollector("r", request.prompt_token_ids, request.params.n, request.kind))
         return self.collectors[-1]
 
