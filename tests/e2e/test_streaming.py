@@ -225,6 +225,7 @@ def test_a_script_and_the_step_log(start_server, tmp_path) -> None:
     assert [row[0] for row in rows] == sorted(row[0] for row in rows)
 
 
+@pytest.mark.alone
 def test_steps_come_at_the_step_time(start_server, tmp_path) -> None:
     log = tmp_path / "steps"
     server = start_server("--engine", "synthetic", "--step-time-ms", "30", "--step-log", str(log))
@@ -303,6 +304,7 @@ def test_an_idle_server_uses_under_a_hundredth_of_a_core(start_server) -> None:
     assert max(used) < 0.05
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("num_streams", [16, 256])
 def test_while_the_server_keeps_up_every_event_is_one_token(start_server, num_streams: int) -> None:
     server = start_server("--engine", "synthetic", "--step-time-ms", "50")
