@@ -193,9 +193,10 @@ class ScriptedServers:
 
     def __call__(self, text: str, *arguments: str, special: tuple[str, ...] = ()) -> RunningServer:
         """Return the server of a text, idle; `special` are special tokens that the tokenizer is to have besides."""
-        model, folder = ensure_default_model(), self._directory / "-".join(special)
+        model, folder = ensure_default_model(), self._directory
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         if special:
+            folder = self._directory / hashlib.sha256(repr(special).encode()).hexdigest()
             folder.mkdir(exist_ok=True)
             tokenizer.add_special_tokens(list(special))
             tokenizer.save(str(folder / "tokenizer.json"))

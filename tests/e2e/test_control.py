@@ -190,7 +190,7 @@ def test_sleep_frees_the_weights_and_the_cache_and_the_same_text_comes_after_wak
 ) -> None:
     server = start_server("--dtype", "float32", "--kv-cache-tokens", "16384", "--max-model-len", "2048", DEV)
     prompt = "The history of the city began when " * 25  # so that some of the cache is in memory too
-    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     text = server.complete(**body)["choices"][0]["text"]
     for level in (1, 2):
         before = rss_mib(server.engine_pid)
