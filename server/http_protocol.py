@@ -18,6 +18,7 @@ from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from server.sink import EXTENSION, DeltaWriter, Headers, until_disconnect
+from server.turns import Turns
 
 _MAX_HEAD_BYTES = 65_536
 _MAX_PIPELINED = 64
@@ -60,13 +61,8 @@ class TransportSink:
 
     def write(self, data: bytes) -> None:
         """Write one chunk; nothing once the client is gone."""
-        if self._transport.is_closing():
-            return
-        if self._is_chunked:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
-        if self._head:
-            data, self._head = self._head + data, b""
-        self._transport.write(data)
+        if not self._transport.is_closing():
+            self._transport.write(self._take_head() + self._chunk(data))
 
     def framed(self, head: bytes, tail: bytes) -> DeltaWriter:
         """Return a function that writes one chunk; everything that it needs is at hand: it runs once a token."""
@@ -88,19 +84,26 @@ class TransportSink:
 
         return write_chunk if self._is_chunked else write_plain
 
-    def finish(self) -> None:
-        """Write the last chunk and hand the connection back to uvicorn, for the next request on it."""
+    def finish(self, data: bytes = b"") -> None:
+        """Write the rest in one system call, and hand the connection back to uvicorn for the next request."""
         cycle = self._cycle
         if cycle.disconnected or cycle.response_complete:
             return
         if not self._transport.is_closing():
-            self._transport.write(self._head + (b"0\r\n\r\n" if self._is_chunked else b""))
-            self._head = b""
+            last = self._chunk(data) if data else b""
+            self._transport.write(self._take_head() + last + (b"0\r\n\r\n" if self._is_chunked else b""))
         cycle.response_complete = True
         cycle.message_event.set()  # ends wait_closed
         if not cycle.keep_alive:
             self._transport.close()
         cycle.on_response()
+
+    def _take_head(self) -> bytes:
+        head, self._head = self._head, b""
+        return head
+
+    def _chunk(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data
 
     async def wait_closed(self, receive: Receive) -> None:
         """Return when `finish` was called or the client is gone: uvicorn reports both as a disconnect."""
@@ -114,10 +117,15 @@ def _num_unsent(transport: asyncio.Transport) -> int:
 
 
 class RingserveProtocol(HttpToolsProtocol):
-    """One connection; bounds what uvicorn does not: the size of a request's head, and requests in a pipeline."""
+    """One connection; bounds what uvicorn does not: the size of a request's head, and requests in a pipeline.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        turns: Shared by all connections of a server; None for one alone.
+    """
+
+    def __init__(self, *args: Any, turns: Turns | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._turns = turns or Turns()
         self.sink: TransportSink | None = None  # of the response in progress
         self._open_cycles: deque[RequestResponseCycle] = deque()  # the running one, then the pipeline
         self._is_in_head = True
@@ -126,6 +134,21 @@ class RingserveProtocol(HttpToolsProtocol):
         self._stall = (0, 0.0)  # bytes that wait for the client, and since when so many
 
     def data_received(self, data: bytes) -> None:
+        """Take it up now or, where many send at once, soon: until then nothing more is read. A GET is cheap."""
+        if data.startswith(b"GET ") or self._turns.try_take():
+            self._take_up(data)
+        else:
+            self.transport.pause_reading()
+            self._turns.wait(functools.partial(self._take_up_late, data))
+
+    def _take_up_late(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+        self._take_up(data)
+
+    def _take_up(self, data: bytes) -> None:
         """Parse; refuse a head that never ends, drop a client that asks without reading."""
         super().data_received(data)
         if not self._is_in_head and self._receiving_since_s is not None:

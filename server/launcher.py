@@ -5,6 +5,7 @@ Main thread only: the kernel ties the engine's life to the thread that started i
 
 import asyncio
 import contextlib
+import functools
 import importlib.metadata
 import logging
 import signal
@@ -33,6 +34,7 @@ from server.response_store import ResponseStore
 from server.serving import Serving
 from server.throughput_log import ThroughputLog
 from server.trace_headers import TraceHeadersLayer
+from server.turns import Turns
 
 if TYPE_CHECKING:
     from server.tracing import Tracer
@@ -191,7 +193,7 @@ def _uvicorn_config(
     uvicorn_config = uvicorn.Config(
         app,
         root_path=config.root_path,
-        http=RingserveProtocol,
+        http=functools.partial(RingserveProtocol, turns=Turns()),  # type: ignore[arg-type]  # whatever makes one will do
         loop="uvloop",
         ws="none",
         lifespan="on",

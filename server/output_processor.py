@@ -31,6 +31,7 @@ from shm_transport.step_ring import FirstRows, Logprobs, StepRecord
 _MAX_TOKEN_ID = 2**31 - 1  # a row with another id is not held: it fails in its own time
 _HELD_SLICE = 4096  # tokens that one delta takes from those held, about a transport's buffer
 CHUNK_ROWS = 64  # rows between two yields to the event loop, counted across records
+CHUNK_TOKENS = 4096  # the same for tokens that were held and become text in the rows that end their sequences
 _SLOT_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
 _NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
@@ -137,6 +138,11 @@ class RequestState:
         output = self._output(self._text_of(token_ids, ends_by_token=False)[0], token_ids, None, None)
         assert output is not None  # it was due
         return output
+
+    @property
+    def num_held(self) -> int:
+        """Tokens that are held."""
+        return self._num_undecoded
 
     @property
     def has_held(self) -> bool:
@@ -272,7 +278,7 @@ class OutputProcessor:
         self._free_slots: list[int] = []
         self._by_request_id: dict[str, list[RequestState]] = {}
         self._held: list[RequestOutputCollector] = []  # have outputs that wait for the end of the drain
-        self._rows_since_yield = 0
+        self._rows_since_yield = self._tokens_since_yield = 0
         self._resolved: tuple[list[int], list[RequestState | None]] = ([], [])  # a record's handles, and whose they are
         self.num_prefill_tokens = 0  # of prompts without a first token
         self.num_late_rows = 0  # of sequences that had ended before
@@ -360,7 +366,7 @@ class OutputProcessor:
         return [state.handle for state in states]
 
     async def process(self, record: StepRecord, is_behind: bool) -> None:
-        """Turn one record's rows into outputs, yielding to the loop each CHUNK_ROWS rows.
+        """Turn one record's rows into outputs, yielding to the loop each CHUNK_ROWS rows or CHUNK_TOKENS held tokens.
 
         Args:
             record: One STEP record.
@@ -372,15 +378,14 @@ class OutputProcessor:
             self._note_first(states, record.first, record.header.published_ns)
         while start < len(states):
             end = min(start + CHUNK_ROWS - self._rows_since_yield, len(states))
-            self._process_rows(states, record, scored, range(start, end), is_behind)
-            self._rows_since_yield += end - start
-            start = end
-            if self._rows_since_yield >= CHUNK_ROWS:
+            before, start = start, self._process_rows(states, record, scored, range(start, end), is_behind)
+            self._rows_since_yield += start - before
+            if self._rows_since_yield >= CHUNK_ROWS or self._tokens_since_yield >= CHUNK_TOKENS:
                 await self.yield_to_loop()
 
     async def yield_to_loop(self) -> None:
         """Let everyone else run: once a step, and each CHUNK_ROWS rows."""
-        self._rows_since_yield = 0
+        self._rows_since_yield = self._tokens_since_yield = 0
         await asyncio.sleep(0)
 
     def flush(self) -> None:
@@ -402,7 +407,8 @@ class OutputProcessor:
         scored: ScoredRows | None,
         rows: range,
         is_behind: bool,
-    ) -> None:
+    ) -> int:
+        """Process rows, until it is the others' turn; return the next one."""
         token_ids, finishes = record.token_ids, record.finish_reasons
         may_push = not is_behind and record.num_tokens is None
         for row in rows:
@@ -420,6 +426,9 @@ class OutputProcessor:
                 self._process_row(state, record, row, is_behind)
             except Exception as exc:
                 self._fail_row(state, exc)
+            if self._tokens_since_yield >= CHUNK_TOKENS:
+                return row + 1
+        return rows.stop
 
     def _process_row(self, state: RequestState, record: StepRecord, row: int, is_behind: bool) -> None:
         token_ids, finish, stop_token_id = _row(record, row)
@@ -429,6 +438,7 @@ class OutputProcessor:
             if is_behind:
                 self._held.append(state.collector)
             return
+        self._tokens_since_yield += state.num_held
         logprobs = None if record.logprobs is None else _row_logprobs(record.logprobs, record, row)
         output = state.advance(token_ids, finish, stop_token_id, logprobs)
         if output is None:

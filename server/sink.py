@@ -43,8 +43,8 @@ class Sink(Protocol):
     def framed(self, head: bytes, tail: bytes) -> DeltaWriter:
         """Return a function that writes `head`, its argument and `tail`; it writes nothing while not `is_writable`."""
 
-    def finish(self) -> None:
-        """End the response."""
+    def finish(self, data: bytes = b"") -> None:
+        """Send the last body bytes, if any, and end the response."""
 
     async def wait_closed(self, receive: Receive) -> None:
         """Return when the response has ended or its client is gone."""
@@ -93,9 +93,9 @@ class AsgiSink:
 
         return write_framed
 
-    def finish(self) -> None:
+    def finish(self, data: bytes = b"") -> None:
         """Queue the end and wake the task."""
-        self._messages.append({"type": "http.response.body", "body": b"", "more_body": False})
+        self._messages.append({"type": "http.response.body", "body": data, "more_body": False})
         self._is_finished = True
         self._wake()
 

@@ -156,11 +156,10 @@ class EventStream:
         self._is_finished = True
         error = error if isinstance(error, ServerError) else ServerError(str(error))
         if self._is_open:
-            self._sink.write(self._ending.failed(error))
+            self._sink.finish(self._ending.failed(error))
         else:
             self._sink.open(error.status, error_headers(error))
-            self._sink.write(one_line(_encode(error.body())))
-        self._sink.finish()
+            self._sink.finish(one_line(_encode(error.body())))
 
     def _open(self) -> None:
         self._is_open = True
@@ -181,8 +180,7 @@ class EventStream:
             data += self._form.usage(total.to_json())
         if not self._is_open:
             self._open()
-        self._sink.write(data + self._ending.done)
-        self._sink.finish()
+        self._sink.finish(data + self._ending.done)
 
 
 def error_headers(error: ServerError) -> Headers:

@@ -74,17 +74,24 @@ class TokenTable(dict[int, "str | bytes"]):
         return piece.encode() if isinstance(piece, str) else piece
 
 
+class _Spec(msgspec.Struct):
+    """What is read of tokenizer.json: as plain JSON its vocabulary would be 30 MB of objects."""
+
+    decoder: dict[str, Any] | None = None
+    added_tokens: list[dict[str, Any]] | None = None
+
+
 def make_tables(tokenizer: Tokenizer, shown: frozenset[str] = frozenset()) -> "tuple[TokenTable, TokenTable] | None":
     """Return the tables that keep and that skip special tokens; None if the tokenizer's decoder is of another kind.
 
     `shown` are special tokens that the second table keeps too.
     """
-    spec = msgspec.json.decode(tokenizer.to_str())
-    rule = _decoding_rule(spec.get("decoder"))
+    spec = msgspec.json.decode(tokenizer.to_str(), type=_Spec)
+    rule = _decoding_rule(spec.decoder)
     if rule is None:
         return None
     to_bytes, strips = rule
-    added = [token for token in spec.get("added_tokens") or () if token["special"]]
+    added = [token for token in spec.added_tokens or () if token["special"]]
     special = frozenset(token["id"] for token in added if token["content"] not in shown)
     keeping = TokenTable(tokenizer, to_bytes, skipped=frozenset(), strips_leading_space=strips)
     skipping = TokenTable(tokenizer, to_bytes, skipped=special, strips_leading_space=strips)

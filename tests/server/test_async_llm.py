@@ -24,12 +24,12 @@ from server.engine_process import EngineProcess
 from server.errors import EngineDeadError, EngineGenerateError, OverloadedError, RequestError, ServerError
 from server.input_processor import EncodeRequest, GenerateRequest, InputProcessor, ProcessedRequest
 from server.model_info import ModelInfo
-from server.output_processor import CHUNK_ROWS, OutputProcessor
+from server.output_processor import CHUNK_ROWS, CHUNK_TOKENS, OutputProcessor
 from server.outputs import CompletionOutput, OutputKind, RequestOutput
 from server.sampling_params import SamplingParams
 from shm_transport.config import RingConfig
 from shm_transport.messages import Data
-from shm_transport.records import DataContent, Pooling, RecordKind
+from shm_transport.records import DataContent, FinishReason, Pooling, RecordKind
 from shm_transport.ring import RecordHeader
 from shm_transport.step_ring import Message, StepRecord
 
@@ -410,8 +410,8 @@ async def test_what_was_posted_before_the_death_is_delivered_before_its_error(st
     llm = start()
     engine = start.engines[0]
     await outputs_of(llm, request("warm up"))
-    long = llm.submit(await llm.input_processor.process(request("long", **ENDLESS)))
     short = llm.submit(await llm.input_processor.process(request("short", OutputKind.FINAL_ONLY, max_tokens=5)))
+    long = llm.submit(await llm.input_processor.process(request("long", **ENDLESS)))
     block_until(lambda: engine.reader.consumer.num_pending > 20)
     engine.process.kill()
     engine.process.wait()
@@ -679,8 +679,29 @@ async def test_a_heartbeat_runs_at_least_every_128_rows_across_records(
     assert len(turns.num_rows) == -(-600 // CHUNK_ROWS)
 
 
-def record(handles: list[int]) -> StepRecord:
-    return StepRecord(RecordHeader(*[0] * 17), handles, [5] * len(handles))
+async def test_answers_that_end_together_are_decoded_in_turns(
+    model: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = OutputProcessor(model.tokenizer, lambda _: None)
+    one = ProcessedRequest(
+        request_id="r", prompt_token_ids=[1], params=SamplingParams(n=20), kind=OutputKind.FINAL_ONLY,
+        max_tokens=CHUNK_TOKENS, eos_token_id=-1, stop_token_ids=(), first_index=0,
+    )  # fmt: skip
+    collector = RequestOutputCollector("r", [1], 20, OutputKind.FINAL_ONLY)
+    handles = [processor.add(one, index, collector).handle for index in range(20)]
+    for _ in range(CHUNK_TOKENS // 2):
+        await processor.process(record(handles), is_behind=False)
+    turns = Turns(processor, monkeypatch)
+    heart = asyncio.create_task(turns.beat())
+    ends = {"finish_reasons": [int(FinishReason.LENGTH)] * 20, "stop_token_ids": [-1] * 20}
+    await processor.process(record(handles, **ends), is_behind=False)
+    heart.cancel()
+    assert [*turns.num_rows.values()] == [2] * 10
+    assert {output.num_tokens for output in (await collector.get()).outputs} == {CHUNK_TOKENS // 2 + 1}
+
+
+def record(handles: list[int], **columns: list[int]) -> StepRecord:
+    return StepRecord(RecordHeader(*[0] * 17), handles, [5] * len(handles), **columns)
 
 
 async def test_every_step_ends_with_a_turn_of_the_others(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ raise the bound in pyproject.toml.
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -21,9 +22,11 @@ from uvicorn.server import ServerState
 
 from server.http_protocol import RingserveProtocol, TransportSink
 from server.sink import EXTENSION, open_sink, until_disconnect
+from server.turns import Turns
 
 LIMIT_S = 30.0
 GET = b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n"
 UPGRADE = "uvicorn changed: see server/http_protocol.py"
 
 
@@ -61,7 +64,7 @@ class FakeTransport:
 class Connection:
     """A protocol with a fake transport, and an application that hands its calls to the test."""
 
-    def __init__(self, kind: type = RingserveProtocol) -> None:
+    def __init__(self, kind: Callable[..., Any] = RingserveProtocol) -> None:
         self.calls: list[tuple[Scope, Receive]] = []
         self.may_end = asyncio.Event()
         self.transport = FakeTransport()
@@ -259,6 +262,58 @@ async def test_a_client_with_more_than_64_requests_in_its_pipeline_is_cut_off(co
     connection.protocol.data_received(GET % 64)
     assert connection.transport.is_aborted
     assert connection.transport.data == b""
+
+
+class CrowdedConnection(Connection):
+    """One of many: what it receives in this turn has to wait."""
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+        super().__init__(functools.partial(RingserveProtocol, turns=self._turns))
+
+    def receive(self, data: bytes) -> None:
+        while self._turns.try_take():
+            pass
+        self.protocol.data_received(data)
+
+
+@pytest.fixture
+async def late() -> AsyncIterator[CrowdedConnection]:
+    made = CrowdedConnection()
+    yield made
+    await made.end()
+
+
+async def test_where_many_send_at_once_a_request_waits_for_a_turn_and_nothing_more_is_read(
+    late: CrowdedConnection,
+) -> None:
+    late.receive(POST)
+    assert not late.transport.is_reading
+    assert not late.state.tasks
+    await until(lambda: len(late.calls) == 1)
+    assert late.transport.is_reading
+
+
+async def test_a_get_waits_for_no_turn(late: CrowdedConnection) -> None:
+    late.receive(GET % 0)
+    assert len(late.state.tasks) == 1
+    assert late.transport.is_reading
+
+
+async def test_a_client_that_leaves_before_its_turn_has_asked_for_nothing(late: CrowdedConnection) -> None:
+    late.receive(POST)
+    late.transport.close()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not late.state.tasks
+    assert not late.transport.is_reading
+
+
+async def test_a_body_that_must_not_be_read_on_is_not_read_on_after_its_turn(late: CrowdedConnection) -> None:
+    late.receive(POST)
+    late.protocol.flow.pause_reading()
+    await until(lambda: len(late.calls) == 1)
+    assert not late.transport.is_reading
 
 
 async def test_a_waiting_100_continue_is_not_sent_into_the_response(connection: Connection) -> None:

@@ -45,7 +45,8 @@ class FakeSink:
 
         return write
 
-    def finish(self) -> None:
+    def finish(self, data: bytes = b"") -> None:
+        self.data += data
         assert self.data.endswith(DONE)
 
 
