@@ -6,6 +6,7 @@ from typing import Any
 import openai
 
 from tests.e2e.conftest import ScriptedServers
+from tests.e2e.test_tools import PACED
 
 TOOLS: list[Any] = [
     {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
@@ -22,7 +23,7 @@ def settings(client: openai.OpenAI, **more: Any) -> dict[str, Any]:
 
 
 def test_the_models_own_calls_are_items_in_both_modes(scripted: ScriptedServers) -> None:
-    with scripted(CALLS).sdk() as client:
+    with scripted(CALLS, *PACED).sdk() as client:
         whole = client.responses.create(**settings(client, tools=TOOLS))
         with client.responses.stream(**settings(client, tools=TOOLS)) as stream:
             events = list(stream)
@@ -39,14 +40,14 @@ def test_the_models_own_calls_are_items_in_both_modes(scripted: ScriptedServers)
 
 
 def test_one_call_is_enough_where_they_may_not_be_parallel(scripted: ScriptedServers) -> None:
-    with scripted(CALLS).sdk() as client:
+    with scripted(CALLS, *PACED).sdk() as client:
         response = client.responses.create(**settings(client, tools=TOOLS, parallel_tool_calls=False))
         assert [item.type for item in response.output] == ["message", "function_call"]
         assert response.parallel_tool_calls is False
 
 
 def test_calls_are_text_where_none_are_wanted(scripted: ScriptedServers) -> None:
-    with scripted(CALLS).sdk() as client:
+    with scripted(CALLS, *PACED).sdk() as client:
         for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
             response = client.responses.create(**settings(client, **more))
             assert response.output_text == CALLS

@@ -34,6 +34,7 @@ TEMPLATES = {
     "llama3_json": "{% if tools %}<|python_tag|>{{ tools | tojson }}{% endif %}",
     "mistral": "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[TOOL_CALLS]{% endif %}",
 }
+PACED = ("--step-time-ms", "5")  # without it a busy machine sees several steps at once
 MESSAGE_LOOP = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
 
@@ -75,7 +76,7 @@ def test_calls_in_each_format_reach_the_client_whole_and_streamed(scripted, form
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3, 1000])
 def test_the_deltas_of_a_call_are_as_the_sdk_s_accumulator_wants_them(scripted, tokens_per_step: int) -> None:
-    client = scripted(TEXTS["hermes"], "--tokens-per-step", str(tokens_per_step)).sdk()
+    client = scripted(TEXTS["hermes"], *PACED, "--tokens-per-step", str(tokens_per_step)).sdk()
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(create(client, stream=True, logprobs=False, stream_options=options))
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
