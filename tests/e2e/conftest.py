@@ -121,6 +121,16 @@ def send(port: int, path: str, **body: object) -> socket.socket:
     return client
 
 
+def send_unread(port: int, path: str, **body: object) -> socket.socket:
+    """Post on a connection whose own end keeps little of what nobody reads."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(30)
+    client.connect(("127.0.0.1", port))
+    client.sendall(post_bytes(path, body))
+    return client
+
+
 def post_beside_health_checks(server: RunningServer, path: str, body: object) -> tuple[httpx.Response, int]:
     """Post, and check the server's health until the answer is there: no check may take half a second.
 

@@ -9,20 +9,11 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from tests.e2e.conftest import post_bytes
+from tests.e2e.conftest import post_bytes, send_unread
 
+PATH = "/v1/chat/completions"
 CHAT = {"messages": [{"role": "user", "content": "a"}], "stream": True}
 OFF = ("--sse-keep-alive-interval", "0", "--write-timeout", "0", "--receive-timeout", "0")
-
-
-def chat_of_few_bytes(port: int, **body: object) -> socket.socket:
-    """Ask on a connection whose own end keeps little of what has not been read."""
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    client.settimeout(30)
-    client.connect(("127.0.0.1", port))
-    client.sendall(post_bytes("/v1/chat/completions", CHAT | body))
-    return client
 
 
 def is_open_at_server(server, client: socket.socket) -> bool:
@@ -94,7 +85,7 @@ def test_a_client_that_stops_reading_is_cut_off_and_freed(shared_server, wait, s
     server = shared_server("--engine", "synthetic", "--max-model-len", "1000000", "--write-timeout", "1")
     num_tokens = 990_000 if stream else 12_000  # the answers are longer than what kernels hold
     body = {"stream": stream, "max_tokens": num_tokens, "logprobs": True, "top_logprobs": 0 if stream else 4}
-    with chat_of_few_bytes(server.port, **body) as slow:
+    with send_unread(server.port, PATH, **CHAT | body) as slow:
         assert slow.recv(1000).startswith(b"HTTP/1.1 200 ")
         elapsed_s = wait(lambda: not is_open_at_server(server, slow), 60)
         print(f"cut off {elapsed_s:.1f} s after the last read, with a write timeout of 1 s")
@@ -104,7 +95,7 @@ def test_a_client_that_stops_reading_is_cut_off_and_freed(shared_server, wait, s
 
 def test_a_client_that_reads_slowly_but_reads_stays(start_server) -> None:
     server = start_server("--engine", "synthetic", "--write-timeout", "1", "--max-model-len", "20000")
-    slow = chat_of_few_bytes(server.port, max_tokens=15_000)
+    slow = send_unread(server.port, PATH, **CHAT, max_tokens=15_000)
     data, started = bytearray(), time.monotonic()
     while b"[DONE]" not in data[-100:]:
         part = slow.recv(8192 if time.monotonic() - started < 4 else 1 << 20)

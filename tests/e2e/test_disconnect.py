@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.e2e.conftest import post_beside_health_checks, post_bytes, send
+from tests.e2e.conftest import post_beside_health_checks, post_bytes, send, send_unread
 
 PREFILL = ("--engine", "synthetic", "--prefill-time-ms", "60000")
 DECODE = ("--engine", "synthetic", "--step-time-ms", "10")
@@ -90,10 +90,7 @@ def test_a_full_queue_answers_503_with_retry_after_before_any_byte(start_server,
 def test_a_client_that_stops_reading_gets_every_token_when_it_reads_again(start_server, wait) -> None:
     server = start_server("--engine", "synthetic", "--max-model-len", "200000")
     expected = server.complete(prompt="a", max_tokens=8000)["choices"][0]["text"]
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that the kernel keeps little of it
-    client.connect(("127.0.0.1", server.port))
-    client.sendall(post_bytes("/v1/completions", {"prompt": "a", "max_tokens": 8000, "stream": True}))
+    client = send_unread(server.port, "/v1/completions", prompt="a", max_tokens=8000, stream=True)
     wait(lambda: server.load()["server_load"] == 0, 60)  # all tokens are there, the client has read none
     data = b""
     while b"[DONE]" not in data[-100:]:
