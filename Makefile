@@ -5,22 +5,26 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
 ARGS ?=
+WORKERS ?= 3
 
 BIN := $(VENV)/bin
+# A file's tests share servers, so a worker runs whole files, the long ones of tests/e2e first.
+PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: serve test test-all lint format clean
+.PHONY: serve test test-all pull lint format clean
 
 serve: $(VENV)/.serve-installed
 	@$(BIN)/ringserve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(VENV)/.dev-installed
-	@$(BIN)/ringserve pull
-	$(BIN)/python -m pytest
+test: pull
+	$(BIN)/python -m pytest $(PARALLEL)
 
-test-all: $(VENV)/.dev-installed
-	@$(BIN)/ringserve pull
+test-all: pull
 	$(BIN)/python -m pytest -m ""
+
+pull: $(VENV)/.dev-installed
+	@$(BIN)/ringserve pull
 
 lint: $(VENV)/.dev-installed
 	$(BIN)/ruff format --check

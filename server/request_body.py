@@ -53,7 +53,8 @@ class BodyReader:
             return decode(body, kind)
 
     async def _bytes(self, request: Request) -> bytes:
-        length, most = request.headers.get("content-length", "0"), self._max_bytes
+        most = self._max_bytes
+        length = request.headers.get("content-length", "0").lstrip("0")  # int() takes no more than 4,300 digits
         if length.isdecimal() and int(length) > most:
             raise BodyTooLargeError(f"the body has {length} bytes: at most {most}")
         parts, num_bytes = [], 0
@@ -84,22 +85,6 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise RequestError("the body is nested too deeply: flatten it") from exc
 
 
-<<<<<<< HEAD
-=======
-async def _read(request: Request, max_bytes: int) -> bytes:
-    length = request.headers.get("content-length", "0").lstrip("0")  # int() takes no more than 4,300 digits
-    if length.isdecimal() and int(length) > max_bytes:
-        raise BodyTooLargeError(f"the body has {length} bytes: at most {max_bytes}")
-    parts, num_bytes = [], 0
-    async for part in request.stream():
-        num_bytes += len(part)
-        if num_bytes > max_bytes:
-            raise BodyTooLargeError(f"the body exceeds the limit of {max_bytes} bytes")
-        parts.append(part)
-    return b"".join(parts)
-
-
->>>>>>> h-attack
 def _field_error(body: bytes, message: str) -> RequestError:
     match = _AT_PATH.search(message)
     path = match[1].lstrip(".") if match else ""

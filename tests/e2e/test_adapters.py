@@ -23,6 +23,14 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
+def generated_texts(model: Any, deltas: dict[str, Any]) -> dict[str, str]:
+    """Return what transformers says with each adapter merged into the model, 24 tokens greedily, by name."""
+    tokenizer = Tokenizer.load(resolve(None) / "tokenizer.json")
+    return {
+        name: tokenizer.decode(TinyModel("", merged(model, own)).generate(PROMPT, 24)) for name, own in deltas.items()
+    }
+
+
 @pytest.fixture(scope="module")
 def texts_and_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, str], RunningServer]]:
     """What each model says, by name, and the server that serves them."""
@@ -36,10 +44,7 @@ def texts_and_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
         "one": make_adapter(root / "one", model, ("q_proj", "v_proj"), 1),
         "two": make_adapter(root / "two", model, ("down_proj",), 2),
     }
-    tokenizer = Tokenizer.load(root / "base" / "tokenizer.json")
-    texts = {
-        name: tokenizer.decode(TinyModel("", merged(model, own)).generate(PROMPT, 24)) for name, own in deltas.items()
-    }
+    texts = generated_texts(model, deltas)
     server = RunningServer(
         str(root / "base"), "--served-model-name", "base", "alias", "--dtype", "float32",
         "--adapters", f"one={root / 'one'}", f"two={root / 'two'}",

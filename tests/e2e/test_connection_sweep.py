@@ -9,20 +9,11 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
+from tests.e2e.conftest import post_bytes, send_unread
+
+PATH = "/v1/chat/completions"
 CHAT = {"messages": [{"role": "user", "content": "a"}], "stream": True}
 OFF = ("--sse-keep-alive-interval", "0", "--write-timeout", "0", "--receive-timeout", "0")
-
-
-def send(port: int, body: dict[str, object], path: str = "/v1/chat/completions", **options: int) -> socket.socket:
-    client = socket.socket()
-    for name, value in options.items():
-        client.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
-    client.settimeout(30)
-    client.connect(("127.0.0.1", port))
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    client.sendall(head.encode() + data)
-    return client
 
 
 def is_open_at_server(server, client: socket.socket) -> bool:
@@ -90,11 +81,11 @@ def test_an_error_after_a_comment_is_an_event(start_server) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_stops_reading_is_cut_off_and_freed(start_server, wait, stream) -> None:
-    server = start_server("--engine", "synthetic", "--max-model-len", "1000000", "--write-timeout", "1")
-    num_tokens = 990_000 if stream else 30_000  # the answers are longer than what kernels hold
-    body = {**CHAT, "stream": stream, "max_tokens": num_tokens, "logprobs": True, "top_logprobs": 0 if stream else 4}
-    with send(server.port, body, SO_RCVBUF=4096) as slow:
+def test_a_client_that_stops_reading_is_cut_off_and_freed(shared_server, wait, stream) -> None:
+    server = shared_server("--engine", "synthetic", "--max-model-len", "1000000", "--write-timeout", "1")
+    num_tokens = 990_000 if stream else 12_000  # the answers are longer than what kernels hold
+    body = {"stream": stream, "max_tokens": num_tokens, "logprobs": True, "top_logprobs": 0 if stream else 4}
+    with send_unread(server.port, PATH, **CHAT | body) as slow:
         assert slow.recv(1000).startswith(b"HTTP/1.1 200 ")
         elapsed_s = wait(lambda: not is_open_at_server(server, slow), 60)
         print(f"cut off {elapsed_s:.1f} s after the last read, with a write timeout of 1 s")
@@ -104,7 +95,7 @@ def test_a_client_that_stops_reading_is_cut_off_and_freed(start_server, wait, st
 
 def test_a_client_that_reads_slowly_but_reads_stays(start_server) -> None:
     server = start_server("--engine", "synthetic", "--write-timeout", "1", "--max-model-len", "20000")
-    slow = send(server.port, {**CHAT, "max_tokens": 15_000}, SO_RCVBUF=4096)
+    slow = send_unread(server.port, PATH, **CHAT, max_tokens=15_000)
     data, started = bytearray(), time.monotonic()
     while b"[DONE]" not in data[-100:]:
         part = slow.recv(8192 if time.monotonic() - started < 4 else 1 << 20)
@@ -116,8 +107,8 @@ def test_a_client_that_reads_slowly_but_reads_stays(start_server) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHos"], ids=["nothing", "half a head"])
-def test_a_connection_without_a_whole_head_is_closed(start_server, sent: bytes) -> None:
-    server = start_server("--engine", "synthetic", "--receive-timeout", "1")
+def test_a_connection_without_a_whole_head_is_closed(shared_server, sent: bytes) -> None:
+    server = shared_server("--engine", "synthetic", "--receive-timeout", "1")
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
         client.sendall(sent)
         answer = client.recv(1000)
@@ -125,8 +116,8 @@ def test_a_connection_without_a_whole_head_is_closed(start_server, sent: bytes) 
         assert b"BadRequestError" in answer
 
 
-def test_a_head_that_comes_byte_by_byte_is_not_waited_for(start_server) -> None:
-    server = start_server("--engine", "synthetic", "--receive-timeout", "1")
+def test_a_head_that_comes_byte_by_byte_is_not_waited_for(shared_server) -> None:
+    server = shared_server("--engine", "synthetic", "--receive-timeout", "1")
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
         client.settimeout(0.1)
         started, answer = time.monotonic(), b""
@@ -138,15 +129,15 @@ def test_a_head_that_comes_byte_by_byte_is_not_waited_for(start_server) -> None:
         assert answer.startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_body_that_pauses_is_not_waited_for_and_one_that_trickles_is(start_server) -> None:
-    server = start_server("--engine", "synthetic", "--receive-timeout", "1")
+def test_a_body_that_pauses_is_not_waited_for_and_one_that_trickles_is(shared_server) -> None:
+    server = shared_server("--engine", "synthetic", "--receive-timeout", "1")
     body = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    head = post_bytes("/v1/completions", body).removesuffix(body)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
-        client.sendall(head % len(body) + body[:5])
+        client.sendall(head + body[:5])
         assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
-        client.sendall(head % len(body))
+        client.sendall(head)
         for i in range(0, len(body), 6):
             time.sleep(0.4)
             client.sendall(body[i : i + 6])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.test_disconnect import send
+from tests.e2e.conftest import send
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 SLOW = ("--engine", "synthetic", "--step-time-ms", "20")
@@ -66,8 +66,8 @@ def test_a_header_that_is_no_time_is_refused(slow, value) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_never_got_its_turn_ends_empty(start_server, wait, stream) -> None:
-    server = start_server(*PREFILL)
+def test_a_request_that_never_got_its_turn_ends_empty(shared_server, wait, stream) -> None:
+    server = shared_server(*PREFILL)
     if stream:
         events = server.stream("/v1/completions", prompt="a", timeout_s=0.2)
         assert events[-2]["choices"][0]["finish_reason"] == "abort"
@@ -78,8 +78,8 @@ def test_a_request_that_never_got_its_turn_ends_empty(start_server, wait, stream
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_prompt_tokens_beyond_the_queue_are_refused_before_any_byte(start_server, wait, stream) -> None:
-    server = start_server(*PREFILL, "--max-num-queued-tokens", "100")
+def test_prompt_tokens_beyond_the_queue_are_refused_before_any_byte(shared_server, wait, stream) -> None:
+    server = shared_server(*PREFILL, "--max-num-queued-tokens", "100")
     long = server.post("/v1/completions", prompt=[1] * 500, max_tokens=2, timeout_s=0.2)
     assert long.status_code == 200  # one alone is taken, however long
     body = {"prompt": [1] * 60, "n": 3, "temperature": 1, "max_tokens": 4, "stream": stream}

@@ -36,7 +36,7 @@ SEEDS = range(1, 4)
 @pytest.fixture
 def client(shared_server: SharedServers) -> Iterator[openai.OpenAI]:
     server = shared_server("--max-model-len", "2048")
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with server.sdk() as client:
         yield client
 
 

@@ -2,8 +2,8 @@
 
 import json
 import re
-import signal
 import socket
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ import httpx
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.conftest import send
 
 ROOT = Path(__file__).parents[2]
 BODY = {"prompt": "hello you", "max_tokens": 10, "ignore_eos": True}
@@ -60,12 +62,7 @@ def test_the_text_format_says_what_clients_have_done(paced, wait) -> None:
 def test_clients_that_go_away_are_aborts(paced, wait) -> None:
     before = samples(paced)
     for stream in (True, False):
-        body = json.dumps({**BODY, "max_tokens": 2000, "n": 2, "stream": stream}).encode()
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        )
-        with socket.create_connection(("127.0.0.1", paced.port)) as client:
-            client.sendall((head % len(body)).encode() + body)
+        with send(paced.port, "/v1/completions", **BODY | {"max_tokens": 2000, "n": 2, "stream": stream}):
             wait(lambda: samples(paced)["num_requests_running"] == 2, 30)
         wait(lambda: samples(paced)["num_requests_live"] == 0, 30)
     assert samples(paced)["request_success_total,abort"] - before["request_success_total,abort"] == 4

@@ -5,9 +5,6 @@ import json
 import jsonschema
 import openapi_spec_validator
 import pytest
-from tokenizers import Tokenizer
-
-from engine.default_model import ensure_default_model
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
 REQUESTS = [
@@ -113,16 +110,9 @@ def test_responses_of_text_and_their_events_fit_the_description(synthetic, share
     assert {"error", "failed"} <= check_response(response_events(failing), document)
 
 
-def test_thoughts_and_calls_of_a_response_fit_the_description(start_server, document, tmp_path) -> None:
+def test_thoughts_and_calls_of_a_response_fit_the_description(scripted, document) -> None:
     text = '<think>Hm.</think>Wait.<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    directory = ensure_default_model()
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    script = tmp_path / "script.json"
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    script.write_text(json.dumps([*ids, tokenizer.token_to_id("<|im_end|>")]))
-    server = start_server(
-        str(directory), "--engine", "synthetic", "--script", str(script), "--reasoning-parser", "think"
-    )
+    server = scripted(text, "--reasoning-parser", "think")
     events = response_events(server, tools=TOOLS, tool_choice={"type": "allowed_tools", "mode": "auto", "tools": TOOLS})
     wanted = {"reasoning_text.delta", "reasoning_text.done", "function_call_arguments.delta", "completed"}
     assert wanted < check_response(events, document)

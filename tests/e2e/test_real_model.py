@@ -19,17 +19,6 @@ NUM_CLIENTS = 12
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 
 
-@pytest.fixture
-def server(default_model):
-    return default_model
-
-
-@pytest.fixture
-def sdk(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def test_curl_streams_a_chat(server) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
@@ -80,8 +69,10 @@ def test_a_seed_gives_the_same_text_again(sdk) -> None:
         )
         return answer.choices[0].text
 
-    assert text(1) == text(1)
-    assert len({text(seed) for seed in range(4)}) > 1
+    with ThreadPoolExecutor(5) as pool:
+        one, again, *others = pool.map(text, (1, 1, 0, 2, 3))
+    assert one == again
+    assert len({one, *others}) > 1
 
 
 async def test_12_sdk_clients_at_once_get_what_each_gets_alone(server) -> None:
@@ -97,7 +88,7 @@ async def test_12_sdk_clients_at_once_get_what_each_gets_alone(server) -> None:
             )  # fmt: skip
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-        lengths = [8 + i % 9 for i in range(NUM_CLIENTS)]
+        lengths = [5 + i % 6 for i in range(NUM_CLIENTS)]
         together = await asyncio.gather(*map(ask, prompts, lengths))
         alone = [await ask(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
     assert together == alone
@@ -159,7 +150,7 @@ def test_biases_lists_and_penalties_change_what_is_said(server) -> None:
                                           bad_words=[" four"])["choices"][0]["text"]  # fmt: skip
     penalties = ({}, {"repetition_penalty": 1.5}, {"frequency_penalty": 2}, {"presence_penalty": 2})
     with ThreadPoolExecutor(len(penalties)) as pool:
-        repeating, *others = pool.map(lambda penalty: len(set(said(max_tokens=40, **penalty))), penalties)
+        repeating, *others = pool.map(lambda penalty: len(set(said(max_tokens=24, **penalty))), penalties)
     assert all(num_different > repeating for num_different in others)
 
 
@@ -182,7 +173,7 @@ def test_a_closed_socket_frees_its_request_in_the_real_engine(server, wait) -> N
     body = {"messages": [QUESTION], "stream": True, "max_tokens": 4000, "ignore_eos": True}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as response:
         next(response.iter_bytes())
-        assert server.load()["num_requests_running"] == 1
+        wait(lambda: server.load()["num_requests_running"] == 1, 10)
     elapsed_s = wait(lambda: not any(server.load().values()), 10)
     print(f"free {elapsed_s:.3f} s after the close")
 
@@ -192,7 +183,7 @@ def test_a_local_directory_is_served_under_the_names_given(start_server) -> None
     local = start_server(str(directory), "--served-model-name", "one", "two", "--max-model-len", "256")
     cards = local.client.get("/v1/models").json()["data"]
     assert [(card["id"], card["max_model_len"]) for card in cards] == [("one", 256), ("two", 256)]
-    answer = local.post("/v1/chat/completions", model="two", messages=[QUESTION], max_tokens=10).json()
+    answer = local.post("/v1/chat/completions", model="two", messages=[QUESTION], max_tokens=10, temperature=0).json()
     assert answer["model"] == "one"
     assert "Paris" in answer["choices"][0]["message"]["content"]
     assert local.post("/v1/chat/completions", model="three", messages=[QUESTION]).status_code == 404

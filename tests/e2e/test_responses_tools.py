@@ -1,15 +1,12 @@
 """Tool calls and reasoning of /v1/responses, from text that the synthetic engine is told to emit."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import openai
-import pytest
-from tokenizers import Tokenizer
 
-from engine.default_model import ensure_default_model
+from tests.e2e.conftest import ScriptedServers
+from tests.e2e.test_tools import PACED
 
 TOOLS: list[Any] = [
     {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
@@ -20,31 +17,13 @@ CALLS = (
     '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 )
 
-StartScripted = Callable[..., openai.OpenAI]
-
-
-@pytest.fixture
-def start_scripted(start_server, tmp_path: Path) -> StartScripted:
-    """Start a server whose every answer is a text and the end of the turn."""
-
-    def start(text: str, *arguments: str) -> openai.OpenAI:
-        directory = ensure_default_model()
-        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        token_ids = tokenizer.encode(text, add_special_tokens=False).ids
-        script = tmp_path / "script.json"
-        script.write_text(json.dumps([*token_ids, tokenizer.token_to_id("<|im_end|>")]))
-        server = start_server(str(directory), "--engine", "synthetic", "--script", str(script), *arguments)
-        return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-    return start
-
 
 def settings(client: openai.OpenAI, **more: Any) -> dict[str, Any]:
     return {"model": client.models.list().data[0].id, "input": "2+2?", **more}
 
 
-def test_the_models_own_calls_are_items_in_both_modes(start_scripted: StartScripted) -> None:
-    with start_scripted(CALLS) as client:
+def test_the_models_own_calls_are_items_in_both_modes(scripted: ScriptedServers) -> None:
+    with scripted(CALLS, *PACED).sdk() as client:
         whole = client.responses.create(**settings(client, tools=TOOLS))
         with client.responses.stream(**settings(client, tools=TOOLS)) as stream:
             events = list(stream)
@@ -60,22 +39,22 @@ def test_the_models_own_calls_are_items_in_both_modes(start_scripted: StartScrip
     assert len([event for event in events if event.type == "response.function_call_arguments.delta"]) > 2
 
 
-def test_one_call_is_enough_where_they_may_not_be_parallel(start_scripted: StartScripted) -> None:
-    with start_scripted(CALLS) as client:
+def test_one_call_is_enough_where_they_may_not_be_parallel(scripted: ScriptedServers) -> None:
+    with scripted(CALLS, *PACED).sdk() as client:
         response = client.responses.create(**settings(client, tools=TOOLS, parallel_tool_calls=False))
         assert [item.type for item in response.output] == ["message", "function_call"]
         assert response.parallel_tool_calls is False
 
 
-def test_calls_are_text_where_none_are_wanted(start_scripted: StartScripted) -> None:
-    with start_scripted(CALLS) as client:
+def test_calls_are_text_where_none_are_wanted(scripted: ScriptedServers) -> None:
+    with scripted(CALLS, *PACED).sdk() as client:
         for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
             response = client.responses.create(**settings(client, **more))
             assert response.output_text == CALLS
 
 
-def test_reasoning_is_an_item_of_its_own_in_both_modes(start_scripted: StartScripted) -> None:
-    with start_scripted("<think>Hm, four.</think>Four.", "--reasoning-parser", "think") as client:
+def test_reasoning_is_an_item_of_its_own_in_both_modes(scripted: ScriptedServers) -> None:
+    with scripted("<think>Hm, four.</think>Four.", "--reasoning-parser", "think").sdk() as client:
         whole = client.responses.create(**settings(client))
         *_, last = client.responses.create(**settings(client, stream=True))
         for response in (whole, last.response):

@@ -1,11 +1,8 @@
 """/tokenize, /detokenize and /v1/models, with vLLM's bodies."""
 
-import threading
-import time
-
-import httpx
-import openai
 import pytest
+
+from tests.e2e.conftest import post_beside_health_checks
 
 MESSAGES = [{"role": "user", "content": "Hello, world!"}]
 TEXTS = ["Hello, world!", " two  spaces", "こんにちは 🧭", "<|im_start|>user\nhi<|im_end|>", "a" * 10_000]
@@ -90,26 +87,14 @@ def test_nothing_is_a_text_too(synthetic) -> None:
     assert synthetic.post("/detokenize", tokens=[]).json() == {"prompt": ""}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/v1/embeddings"])
 def test_a_long_text_never_holds_the_loop(synthetic, path) -> None:
     """A text that takes the tokenizer a second; health checks go on in between."""
     field = "input" if path == "/v1/embeddings" else "prompt"
     body = {field: "a1 b2! " * (150_000 if path == "/tokenize" else 15_000)}  # the others refuse longer ones unread
-    statuses = []
-    thread = threading.Thread(target=lambda: statuses.append(synthetic.post(path, **body).status_code))
-    slowest_s, num_checks, started = 0.0, 0, time.monotonic()
-    with httpx.Client(base_url=synthetic.url) as client:
-        client.get("/health")
-        thread.start()
-        while thread.is_alive():
-            before = time.monotonic()
-            assert client.get("/health").status_code == 200
-            slowest_s, num_checks = max(slowest_s, time.monotonic() - before), num_checks + 1
-            time.sleep(0.005)
-    elapsed_s = time.monotonic() - started
-    print(f"slowest of {num_checks} health checks {slowest_s * 1000:.0f} ms, the request {elapsed_s * 1000:.0f} ms")
-    assert statuses == [200 if path == "/tokenize" else 400]
-    assert slowest_s < 0.5  # five times the figure
+    response, _ = post_beside_health_checks(synthetic, path, body)
+    assert response.status_code == (200 if path == "/tokenize" else 400)
 
 
 def test_the_models_card_says_what_vllms_says(synthetic) -> None:
@@ -124,6 +109,6 @@ def test_the_models_card_says_what_vllms_says(synthetic) -> None:
 
 
 def test_the_sdk_lists_the_model(synthetic) -> None:
-    with openai.OpenAI(base_url=f"{synthetic.url}/v1", api_key="none", max_retries=0) as client:
+    with synthetic.sdk() as client:
         (model,) = client.models.list()
         assert client.models.retrieve(model.id) == model

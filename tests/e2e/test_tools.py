@@ -3,17 +3,11 @@
 The synthetic engine emits what a test says, with the tokens of the default model.
 """
 
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import openai
 import pydantic
 import pytest
-from tokenizers import Tokenizer
-
-from engine.default_model import ensure_default_model
 
 TOOLS: list[Any] = [
     {
@@ -40,29 +34,8 @@ TEMPLATES = {
     "llama3_json": "{% if tools %}<|python_tag|>{{ tools | tojson }}{% endif %}",
     "mistral": "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[TOOL_CALLS]{% endif %}",
 }
+PACED = ("--step-time-ms", "5")  # without it a busy machine sees several steps at once
 MESSAGE_LOOP = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-
-StartScripted = Callable[..., openai.OpenAI]
-
-
-@pytest.fixture
-def start_scripted(start_server, tmp_path: Path) -> StartScripted:
-    """Start a server whose every answer is a text and the end of the turn."""
-
-    def start(text: str, *arguments: str, special: tuple[str, ...] = ()) -> openai.OpenAI:
-        directory = ensure_default_model()
-        model = tmp_path / "tokenizer.json"
-        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        tokenizer.add_special_tokens(list(special))
-        tokenizer.save(str(model))
-        (tmp_path / "tokenizer_config.json").write_text((directory / "tokenizer_config.json").read_text())
-        end = tokenizer.token_to_id("<|im_end|>")
-        script = tmp_path / "script.json"
-        script.write_text(json.dumps([*tokenizer.encode(text, add_special_tokens=False).ids, end]))
-        server = start_server(str(model), "--engine", "synthetic", "--script", str(script), *arguments)
-        return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-    return start
 
 
 def create(client: openai.OpenAI, **options: Any) -> Any:
@@ -91,9 +64,9 @@ def calls_of(choice: Any) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("form", list(TEXTS))
 @pytest.mark.parametrize("by", ["flag", "template"])
-def test_calls_in_each_format_reach_the_client_whole_and_streamed(start_scripted, form: str, by: str) -> None:
+def test_calls_in_each_format_reach_the_client_whole_and_streamed(scripted, form: str, by: str) -> None:
     arguments = {"flag": ["--tool-call-parser", form], "template": ["--chat-template", TEMPLATES[form] + MESSAGE_LOOP]}
-    client = start_scripted(TEXTS[form], *arguments[by])
+    client = scripted(TEXTS[form], *arguments[by]).sdk()
     for completion in (create(client), streamed(client), create(client, n=2), streamed(client, n=2)):
         for choice in completion.choices:
             assert choice.finish_reason == "tool_calls"
@@ -102,8 +75,8 @@ def test_calls_in_each_format_reach_the_client_whole_and_streamed(start_scripted
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3, 1000])
-def test_the_deltas_of_a_call_are_as_the_sdk_s_accumulator_wants_them(start_scripted, tokens_per_step: int) -> None:
-    client = start_scripted(TEXTS["hermes"], "--tokens-per-step", str(tokens_per_step))
+def test_the_deltas_of_a_call_are_as_the_sdk_s_accumulator_wants_them(scripted, tokens_per_step: int) -> None:
+    client = scripted(TEXTS["hermes"], *PACED, "--tokens-per-step", str(tokens_per_step)).sdk()
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(create(client, stream=True, logprobs=False, stream_options=options))
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
@@ -123,9 +96,9 @@ def test_the_deltas_of_a_call_are_as_the_sdk_s_accumulator_wants_them(start_scri
     assert usages[-1] == create(client).usage.completion_tokens
 
 
-def test_markers_that_are_special_tokens_are_seen_and_other_special_tokens_are_not(start_scripted) -> None:
+def test_markers_that_are_special_tokens_are_seen_and_other_special_tokens_are_not(scripted) -> None:
     text = '<|endoftext|><tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    client = start_scripted(text, special=("<tool_call>", "</tool_call>"))
+    client = scripted(text, special=("<tool_call>", "</tool_call>")).sdk()
     for completion in (create(client), streamed(client)):
         assert calls_of(completion.choices[0]) == [("now", "{}")]
         assert not completion.choices[0].message.content
@@ -137,16 +110,16 @@ BROKEN = ["<tool_call>{'name': 'add'}</tool_call>", '<tool_call>{"name": "add", 
 
 
 @pytest.mark.parametrize("text", BROKEN)
-def test_what_is_no_call_is_content(start_scripted, text: str) -> None:
-    client = start_scripted(text)
+def test_what_is_no_call_is_content(scripted, text: str) -> None:
+    client = scripted(text).sdk()
     for completion in (create(client), streamed(client)):
         (choice,) = completion.choices
         assert (choice.message.content, choice.finish_reason) == (text, "stop")
         assert not choice.message.tool_calls
 
 
-def test_a_call_that_max_tokens_cuts_ends_by_length(start_scripted) -> None:
-    client = start_scripted(TEXTS["mistral"], "--tool-call-parser", "mistral")
+def test_a_call_that_max_tokens_cuts_ends_by_length(scripted) -> None:
+    client = scripted(TEXTS["mistral"], "--tool-call-parser", "mistral").sdk()
     (choice,) = create(client, max_tokens=30).choices
     assert choice.finish_reason == "length"
     ((name, arguments),) = calls_of(choice)
@@ -159,18 +132,18 @@ class Sum(pydantic.BaseModel):
     why: str
 
 
-def test_parse_gives_the_arguments_as_the_client_s_own_type(start_scripted) -> None:
+def test_parse_gives_the_arguments_as_the_client_s_own_type(scripted) -> None:
     tools = [openai.pydantic_function_tool(Sum, name="add"), openai.pydantic_function_tool(Sum, name="now")]
     text = TEXTS["hermes"].partition("\n<tool_call>{")[0]
-    client = start_scripted(text)
+    client = scripted(text).sdk()
     parsed = client.chat.completions.parse(model=_model(client), messages=MESSAGES, tools=tools)
     for completion in (parsed, streamed(client, tools=tools)):
         (call,) = completion.choices[0].message.tool_calls
         assert call.function.parsed_arguments == Sum(a=2, why='é\n"}')
 
 
-def test_tool_choice_none_and_parallel_tool_calls_are_obeyed(start_scripted) -> None:
-    client = start_scripted(TEXTS["hermes"])
+def test_tool_choice_none_and_parallel_tool_calls_are_obeyed(scripted) -> None:
+    client = scripted(TEXTS["hermes"]).sdk()
     for completion in (create(client, tool_choice="none"), streamed(client, tool_choice="none")):
         (choice,) = completion.choices
         assert (choice.message.content, choice.finish_reason) == (TEXTS["hermes"], "stop")
@@ -178,8 +151,8 @@ def test_tool_choice_none_and_parallel_tool_calls_are_obeyed(start_scripted) -> 
         assert calls_of(completion.choices[0]) == [("add", SUM)]
 
 
-def test_reasoning_is_a_field_of_its_own(start_scripted) -> None:
-    client = start_scripted("<think>So.</think>\n" + TEXTS["hermes"], "--reasoning-parser", "think")
+def test_reasoning_is_a_field_of_its_own(scripted) -> None:
+    client = scripted("<think>So.</think>\n" + TEXTS["hermes"], "--reasoning-parser", "think").sdk()
     for completion in (create(client), streamed(client), create(client, n=2)):
         for choice in completion.choices:
             assert choice.message.reasoning_content == choice.message.reasoning == "So."
@@ -190,9 +163,9 @@ def test_reasoning_is_a_field_of_its_own(start_scripted) -> None:
     assert hidden.content == "\n" + TEXTS["hermes"]
 
 
-def test_a_template_that_opens_the_thought_is_noticed(start_scripted) -> None:
+def test_a_template_that_opens_the_thought_is_noticed(scripted) -> None:
     template = MESSAGE_LOOP + "{% if think is not defined or think %}<think>\n{% endif %}"
-    client = start_scripted("So.</think>Yes.", "--reasoning-parser", "think", "--chat-template", template)
+    client = scripted("So.</think>Yes.", "--reasoning-parser", "think", "--chat-template", template).sdk()
     message = create(client, tools=openai.omit).choices[0].message
     assert (message.reasoning_content, message.content) == ("So.", "Yes.")
     extra = {"chat_template_kwargs": {"think": False}}
@@ -200,8 +173,8 @@ def test_a_template_that_opens_the_thought_is_noticed(start_scripted) -> None:
     assert (message.reasoning_content, message.content) == (None, "So.</think>Yes.")
 
 
-def test_token_ids_of_a_call_are_streamed_once_each(start_scripted) -> None:
-    client = start_scripted(TEXTS["hermes"])
+def test_token_ids_of_a_call_are_streamed_once_each(scripted) -> None:
+    client = scripted(TEXTS["hermes"]).sdk()
     extra = {"return_token_ids": True}
     whole = create(client, extra_body=extra).choices[0]
     chunks = list(create(client, stream=True, extra_body=extra))
@@ -224,25 +197,24 @@ def test_token_ids_of_a_call_are_streamed_once_each(start_scripted) -> None:
     ],
 )
 def test_requests_that_make_no_sense_are_refused_by_name(synthetic, options: dict[str, Any], param: str) -> None:
-    client = openai.OpenAI(base_url=f"{synthetic.url}/v1", api_key="none", max_retries=0)
+    client = synthetic.sdk()
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as caught:
             create(client, stream=stream, **options)
         assert caught.value.param == param
 
 
-def test_calls_of_an_unknown_format_are_refused(start_scripted) -> None:
-    client = start_scripted("Hello.", "--tool-call-parser", "none")
+def test_calls_of_an_unknown_format_are_refused(scripted) -> None:
+    client = scripted("Hello.", "--tool-call-parser", "none").sdk()
     with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
         create(client)
     assert create(client, tool_choice="none").choices[0].message.content == "Hello."
 
 
-def test_the_prompt_tells_the_model_of_its_tools(start_server) -> None:
-    server = start_server("--engine", "synthetic", "--max-model-len", "2048")
+def test_the_prompt_tells_the_model_of_its_tools(synthetic) -> None:
     body = {"messages": MESSAGES, "max_tokens": 1}
 
     def num_prompt_tokens(**more: Any) -> int:
-        return server.post("/v1/chat/completions", **body, **more).json()["usage"]["prompt_tokens"]
+        return synthetic.post("/v1/chat/completions", **body, **more).json()["usage"]["prompt_tokens"]
 
     assert num_prompt_tokens(tools=TOOLS) > num_prompt_tokens(tools=TOOLS[:1]) > num_prompt_tokens() + 20

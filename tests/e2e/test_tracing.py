@@ -1,17 +1,18 @@
 """Spans of the real server, as a collector gets them: a stub that reads OTLP's protobuf."""
 
 import http.server
-import json
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from tests.e2e.conftest import RunningServer, post_bytes, send
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"
@@ -59,8 +60,8 @@ def values(attributes: Any) -> dict[str, Any]:
     return {attribute.key: value(attribute.value) for attribute in attributes}
 
 
-@pytest.fixture
-def collector() -> Iterator[Collector]:
+@pytest.fixture(scope="module")
+def module_collector() -> Iterator[Collector]:
     with Collector() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
@@ -70,10 +71,23 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture
-def traced(start_server: Callable[..., Any], collector: Collector, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
-    return start_server("--engine", "synthetic", "--step-time-ms", "5", "--otlp-traces-endpoint", collector.url)
+def collector(module_collector: Collector) -> Iterator[Collector]:
+    """The collector, empty: a test waits for all spans that it causes."""
+    assert module_collector.spans == []
+    yield module_collector
+    module_collector.spans.clear()
+    module_collector.num_posts, module_collector.status = 0, 200
+
+
+@pytest.fixture(scope="module")
+def traced(module_collector: Collector) -> Iterator[RunningServer]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
+        endpoint = ("--otlp-traces-endpoint", module_collector.url)
+        server = RunningServer("--engine", "synthetic", "--step-time-ms", "5", *endpoint)
+    yield server
+    assert server.stop() == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -131,11 +145,9 @@ def test_a_trace_goes_on_where_the_client_began_it(traced, collector, wait) -> N
 
 
 def test_a_pipelined_request_does_not_inherit_the_trace_of_the_one_before_it(traced, collector, wait) -> None:
-    body = json.dumps(BODY).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n%bContent-Length: %d\r\n\r\n"
-    parent = f"traceparent: 00-{TRACE_ID}-{PARENT_ID}-01\r\n".encode()
+    parent = f"traceparent: 00-{TRACE_ID}-{PARENT_ID}-01"
     with socket.create_connection(("127.0.0.1", traced.port)) as client:
-        client.sendall(head % (parent, len(body)) + body + head % (b"", len(body)) + body)
+        client.sendall(post_bytes("/v1/completions", BODY, parent) + post_bytes("/v1/completions", BODY))
         wait(lambda: len(collector.spans) == 2, 30)
     assert sorted(span.parent_span_id.hex() for span in collector.spans) == ["", PARENT_ID]
 
@@ -161,10 +173,7 @@ def test_n_sequences_are_one_span(traced, collector, wait) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_is_an_abort_and_no_error(traced, collector, wait, stream) -> None:
-    body = json.dumps({**BODY, "max_tokens": 2000, "stream": stream}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", traced.port)) as client:
-        client.sendall((head % len(body)).encode() + body)
+    with send(traced.port, "/v1/completions", **BODY | {"max_tokens": 2000, "stream": stream}):
         wait(lambda: traced.load()["num_requests_running"] == 1, 30)
     wait(lambda: collector.spans, 30)
     found = values(collector.spans[0].attributes)
