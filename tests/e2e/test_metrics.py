@@ -2,8 +2,8 @@
 
 import json
 import re
-import socket
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
