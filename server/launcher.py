@@ -28,7 +28,7 @@ from server.connection_sweep import ConnectionLimits, ConnectionSweep
 from server.cors import Cors, CorsPolicy
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
-from server.kept_memory import KeptMemory
+from server.kept_memory import KeptMemory, trim_memory
 from server.listener import bound, tls_context, url_of
 from server.request_body import BodyReader
 from server.request_log import RequestLog
@@ -78,6 +78,7 @@ class Server(uvicorn.Server):
             self._throughput_log.start()
         await super().startup(sockets)
         self._sweep.start()
+        trim_memory()  # 18 MB that loading the tokenizer has left
         self._kept_memory.start()
         print(self._banner, flush=True)
 
