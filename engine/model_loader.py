@@ -3,10 +3,12 @@
 Knows transformers, but neither the cache nor the batch.
 """
 
+import sys
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from engine.attention.hook import ATTENTION_NAME
 from engine.checkpoint import check_memory, read_config, weight_files
@@ -39,6 +41,14 @@ def load_config(path: str) -> Any:
     return model_config
 
 
+def log_as_engine() -> None:
+    """Have transformers write its warnings to the engine's log, and draw its progress bars on terminals alone."""
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 def load_model(config: EngineConfig, model_config: Any, device: torch.device) -> Any:
     """Load the weights, set up for the engine's attention.
 
@@ -53,6 +63,7 @@ def load_model(config: EngineConfig, model_config: Any, device: torch.device) ->
             "are never loaded: convert it with save_pretrained()"
         )
     check_memory(config.model, files, device)
+    log_as_engine()
     auto: Any = AutoModelForCausalLM
     try:
         model, loading = auto.from_pretrained(

@@ -41,7 +41,7 @@ class ColourFormatter(logging.Formatter):
 
 
 def configure_logging(form: str, process: str, stream: TextIO = sys.stderr) -> None:
-    """Send the log to `stream`, at level INFO.
+    """Send the log, and Python's warnings, to `stream`, at level INFO.
 
     Args:
         form: One of FORMATS.
@@ -54,3 +54,4 @@ def configure_logging(form: str, process: str, stream: TextIO = sys.stderr) -> N
     else:
         handler.setFormatter((ColourFormatter if stream.isatty() else logging.Formatter)(_FORM.format(process=process)))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.captureWarnings(True)

@@ -25,12 +25,6 @@ FLAGS = ("--engine", "synthetic", "--max-model-len", "256", "--receive-timeout",
 MOST_GROWN_MB = 100
 MOST_GROWN_FDS, MOST_GROWN_THREADS = 3, 16
 MOST_LOG_LINES = 100  # a line each ten seconds; an attacker has no line of his own
-_NO_GRAMMARS = b"the synthetic engine's text follows no grammar"
-
-
-def is_own_error(status: int, body: bytes) -> bool:
-    """Whether an answer is a fault of the server's: any 5xx but the one that this engine cannot help."""
-    return status >= 500 and not (status == 500 and _NO_GRAMMARS in body)
 
 
 class Target:
