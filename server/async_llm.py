@@ -371,6 +371,7 @@ class AsyncLLM(EngineClient):
         if collector.deadline is not None:
             collector.deadline.cancel()
         handles = self._pipe.outputs.drop(collector)
+        collector.close()
         if handles and self._pipe.dead_error is None:
             self._pipe.abort(handles)
 

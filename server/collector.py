@@ -147,6 +147,11 @@ class RequestOutputCollector:
             self._writer = None
             writer.fail(self._error)
 
+    def close(self) -> None:
+        """Let go of what knows this collector: the sequences are gone, and cycles wait for the garbage collector."""
+        self._held.clear()
+        self._writer = None
+
     def get_nowait(self) -> RequestOutput | None:
         """Return what the slot holds, or None if there is nothing.
 

@@ -118,6 +118,14 @@ def _num_unsent(transport: asyncio.Transport) -> int:
     return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
+def _unbind(cycle: RequestResponseCycle) -> None:
+    """Take the maker of the sink, which knows the cycle, out of its scope: else only the garbage collector frees them.
+
+    What 12,000 requests had left took it 0.65 s, in which no stream went on.
+    """
+    cycle.scope["extensions"].clear()
+
+
 class _RefusedError(Exception):
     """Stops the parser; never seen outside: uvicorn calls send_400_response for it."""
 
@@ -173,6 +181,7 @@ class RingserveProtocol(HttpToolsProtocol):
         for cycle in self._open_cycles:
             cycle.disconnected = True
             cycle.message_event.set()
+            _unbind(cycle)
         super().connection_lost(exc)
 
     def stalled_s(self, now_s: float) -> float:
@@ -243,7 +252,7 @@ class RingserveProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Forget the response that has ended."""
         self.sink = None
-        self._open_cycles.popleft()
+        _unbind(self._open_cycles.popleft())
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
