@@ -30,8 +30,9 @@ from server.serving import Serving
 
 logger = logging.getLogger(__name__)
 
-# New objects, and younger collections, before the next one of each age. Tokens make no cyclic garbage. Small steps: a
-# collection in a burst of requests costs each of them more CPU so, and holds the loop for far less at once.
+# New objects, and younger collections, before the next one of each age. Neither tokens nor requests make cyclic garbage
+# (tests/server/test_garbage.py). Small steps: a collection in a burst of requests costs each of them more CPU so, and
+# holds the loop for far less at once.
 _GC_THRESHOLDS = (5_000, 4, 50)
 # How long a thread that renders or tokenizes keeps the GIL from the loop, which has to get it several times for each
 # request: with four bodies of 15 MB the longest gap of /health is 50 ms, at Python's own 5 ms it is 130.
