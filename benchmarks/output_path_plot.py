@@ -81,7 +81,8 @@ def _draw_latency(panel: Axes, samples: Mapping[_Cell, _Samples]) -> None:
     shares = np.linspace(0, 1, 201)
     for cell, s in samples.items():
         is_chat = cell.endpoint == "chat"
-        label = f"{cell.num_streams} stream{'s' if cell.num_streams > 1 else ''}, {cell.endpoint}"
+        who = cell.endpoint if cell.subject == "server" else "raw floor"
+        label = f"{cell.num_streams} stream{'s' if cell.num_streams > 1 else ''}, {who}"
         panel.plot(np.quantile(s.added_ms, shares), shares, label=label, linestyle="--" if is_chat else "-")
     panel.set_xscale("log")
     panel.set_xlabel("published to read by the client, ms")
