@@ -62,26 +62,25 @@ class EngineProcess:
             logger.info("removed /dev/shm/%s, left by a server that was killed", name)
         self._step_timeout_s = step_timeout_s
         self._segments: list[segment.Segment] = []
-        try:
-            self._create(rings)
-            self.process = self._launch(command_config)
-        except BaseException as exc:
-            self._unlink()
-            if isinstance(exc, TransportError):
-                raise StartupError(str(exc)) from exc
-            raise
-        step_segment, request_segment = self._segments
-        self.reader = StepReader(step_segment)
-        self.waiter = make_waiter(wait_strategy, self.reader.consumer, self.process.pid)
-        self.outbox = Outbox(request_segment)
-        self._pulse = PulseReader(step_segment)
-        self._pidfd = os.pidfd_open(self.process.pid)
         self.is_stopping = self.has_died = False
-        try:
+        with contextlib.ExitStack() as undo:  # whatever ends this, Ctrl-C at any moment too, leaves no name behind
+            undo.callback(self._unlink)
+            try:
+                self._create(rings)
+            except TransportError as exc:
+                raise StartupError(str(exc)) from exc
+            self.process = self._launch(command_config)
+            undo.callback(self._end_process)
+            step_segment, request_segment = self._segments
+            self.reader = StepReader(step_segment)
+            self.waiter = make_waiter(wait_strategy, self.reader.consumer, self.process.pid)
+            undo.callback(self.waiter.close)
+            self.outbox = Outbox(request_segment)
+            self._pulse = PulseReader(step_segment)
+            self._pidfd = os.pidfd_open(self.process.pid)
+            undo.callback(os.close, self._pidfd)
             self.limits = self._await_ready()
-        except BaseException:
-            self.kill()
-            raise
+            undo.pop_all()
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> None:
         """Call `on_death` in the loop, once, within milliseconds of the process's end."""
@@ -137,12 +136,15 @@ class EngineProcess:
         """End the engine now and give the rings up."""
         if self._pidfd < 0:
             return
-        self.process.kill()
-        self.process.wait()
+        self._end_process()
         os.close(self._pidfd)
         self._pidfd = -1
         self.waiter.close()
         self._unlink()
+
+    def _end_process(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
     def _create(self, rings: RingConfig) -> None:
         self._base_name, self._epoch = segment.new_base_name(), segment.new_epoch()

@@ -78,6 +78,28 @@ def start(model: ModelInfo, tmp_path: Path) -> Iterator[Starter]:
         engine.kill()
 
 
+@pytest.mark.parametrize("at", ["StepReader", "make_waiter", "Outbox", "PulseReader"])
+def test_ctrl_c_at_any_moment_of_a_start_leaves_no_name_and_no_engine(
+    start: Starter, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    launched: list[Any] = []
+    launch = EngineProcess._launch
+
+    def noted(self: EngineProcess, config: dict[str, Any]) -> Any:
+        launched.append(launch(self, config))
+        return launched[-1]
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EngineProcess, "_launch", noted)
+    monkeypatch.setattr(f"server.engine_process.{at}", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert launched[0].returncode == -signal.SIGKILL
+    assert [path for path in Path("/dev/shm").iterdir() if f"ringserve-{os.getpid()}-" in path.name] == []
+
+
 def request(
     request_id: str = "r", kind: OutputKind = OutputKind.DELTA, prompt: Any = (1, 2), **params: Any
 ) -> GenerateRequest:
