@@ -1,19 +1,16 @@
 """What users are told of grammars that are refused: their field, what is wrong, and what to do."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer as LibraryTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
 from engine.grammar import GrammarCompiler
 from server.errors import RequestError
 from server.grammar_checker import _LIMITS, GrammarChecker
 from server.grammar_errors import explain
 from server.tokenizer import Tokenizer
+from tests.server.byte_tokenizer import byte_tokenizer, fields
 
-NAMES = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 INNER = (  # words of the library that mean nothing to those who wrote the grammar
     "NoExtension", "non-verbose", "f64", "index out of", "Unimplemented", "at 1(", "ff_tokens", "lexeme", "lexer",
     "Current row", "expressions constructed", "fuel", "retriever", "registry", "coerce_one_of", "SearchRegex",
@@ -62,18 +59,13 @@ SCHEMAS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def checker() -> GrammarChecker:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    library = LibraryTokenizer(models.BPE(vocab={byte: n for n, byte in enumerate(alphabet)}, merges=[]))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens(["<end>"])
-    return GrammarChecker(Tokenizer(library, {}))
+    return GrammarChecker(Tokenizer(byte_tokenizer(), {}))
 
 
 async def told(checker: GrammarChecker, field: str, value: Any) -> str:
     """Return what a user is told whose grammar is refused."""
     with pytest.raises(RequestError) as caught:
-        await checker.find(SimpleNamespace(**dict.fromkeys(NAMES) | {field: value}))
+        await checker.find(fields(**{field: value}))
     assert caught.value.param == field
     return str(caught.value)
 
@@ -124,7 +116,7 @@ def test_what_the_table_does_not_have_is_told_as_it_is_on_one_bounded_line() -> 
 
 async def test_a_thousand_optional_properties_are_no_limit(checker: GrammarChecker) -> None:
     schema = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(1000)}}
-    grammar = await checker.find(SimpleNamespace(**dict.fromkeys(NAMES) | {"guided_json": schema}))
+    grammar = await checker.find(fields(guided_json=schema))
     assert "p999" in grammar
 
 

@@ -3,14 +3,13 @@ import json
 import random
 import re
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from server.errors import RequestError
@@ -18,23 +17,12 @@ from server.grammar_checker import GrammarChecker, _Bytes, begin
 from server.structured_output import Grammar, choice, ebnf, find_grammar, from_json_schema, json_object, regex
 from server.tokenizer import Tokenizer
 from tests.schemas import REFUSED, all_schemas
-
-NAMES = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-
-
-def fields(**given: Any) -> SimpleNamespace:
-    return SimpleNamespace(**dict.fromkeys(NAMES) | given)
+from tests.server.byte_tokenizer import BYTES, byte_tokenizer, fields
 
 
 @pytest.fixture(scope="module")
 def library() -> LibraryTokenizer:
-    """A token for each byte, and a special one."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = LibraryTokenizer(models.BPE(vocab={byte: n for n, byte in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    return tokenizer
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -158,12 +146,7 @@ async def test_special_tokens_may_be_named(checker: GrammarChecker) -> None:
 
 @pytest.mark.parametrize("grammar", ['start: "ab" <end> "é"', 'start: <end> "a"', 'start: "a" <[0]> | "b" <[3]>'])
 async def test_text_may_stand_beside_special_tokens_wherever_those_are_in_the_vocabulary(grammar: str) -> None:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {text: n for n, text in enumerate(["<end>", "<|a|>", *alphabet])}
-    library = LibraryTokenizer(models.BPE(vocab=vocab, merges=[]))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens(["<end>", "<|a|>"])
+    library = byte_tokenizer(["<end>", "<|a|>", *BYTES], ["<end>", "<|a|>"])
     await GrammarChecker(Tokenizer(library, {})).check(grammar)
 
 
@@ -173,11 +156,7 @@ async def test_text_may_stand_beside_special_tokens_wherever_those_are_in_the_vo
      "<mark", "[mark]", "<wor>"],
 )  # fmt: skip
 async def test_the_tokens_that_may_be_named_are_those_that_the_engines_tokenizer_knows(name: str) -> None:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    library = LibraryTokenizer(models.BPE(vocab={text: n for n, text in enumerate([*alphabet, "<wor>"])}, merges=[]))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens(["<end>", "<|a|>"])
+    library = byte_tokenizer([*BYTES, "<wor>"], ["<end>", "<|a|>"])
     library.add_tokens([AddedToken("<call>", special=False), AddedToken("[mark]", special=False)])
     grammar, whole = f'start: "a" {name} "b"', LLTokenizer(library.to_str())
     is_good = not LLMatcher(whole, grammar, log_level=0).is_error()
@@ -321,12 +300,7 @@ def test_a_choice_admits_its_texts_and_nothing_else(choices: list[str], other: s
 
 def _bytes_tokenizer(made: list[LLTokenizer] = []) -> LLTokenizer:  # noqa: B006 - made once for all examples
     if not made:
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        library = LibraryTokenizer(models.BPE(vocab={byte: n for n, byte in enumerate(alphabet)}, merges=[]))
-        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        library.decoder = decoders.ByteLevel()
-        library.add_special_tokens(["<end>"])
-        made.append(LLTokenizer(library.to_str(), eos_token=256))
+        made.append(LLTokenizer(byte_tokenizer().to_str(), eos_token=256))
     return made[0]
 
 
