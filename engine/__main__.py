@@ -1,7 +1,7 @@
 """The engine process: `python -P -m engine CONFIG`, started by the server. CONFIG is one JSON object.
 
 It attaches to the rings and says so before it imports torch, then loads, then runs the loop. It ends when the server
-says `shutdown` or dies; SIGINT and SIGTERM are the server's business, which drains first.
+says `shutdown` or dies; SIGINT, SIGTERM and SIGHUP are the server's business, which drains first.
 """
 
 import argparse
@@ -30,8 +30,8 @@ def main() -> int:
     parser.add_argument("config", help=f"JSON: {parts}")
     config = json.loads(parser.parse_args().config)
     configure_logging(config.get("log_format", "text"), "engine")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
     process.die_with_parent(config["link"]["server_pid"])
     link = EngineLink(**config["link"])
     try:

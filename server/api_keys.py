@@ -42,7 +42,7 @@ def read_keys(config: ServeConfig) -> tuple[str, ...]:
 
 def _keys_of_file(file: str) -> list[str]:
     try:
-        lines = [line.strip() for line in Path(file).read_text().splitlines()]
+        lines = [line.strip() for line in Path(file).read_text("utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as exc:
         raise StartupError(f"--api-key-file: cannot read {file}: {exc}") from exc
     keys = [line for line in lines if line and not line.startswith(_COMMENT)]

@@ -1,18 +1,18 @@
 """Configuration of `ringserve serve`: each setting written once; the command line is made from these fields."""
 
-import math
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from server.chat_settings import REASONING_PARSERS, TOOL_PARSERS
-from server.errors import StartupError
+from server.errors import StartupError, shown
 from shm_transport.log_format import FORMATS
 from shm_transport.strategies import STRATEGIES
 
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")  # as browsers send it
+_TOO_LARGE = 2**63  # for any setting, infinity too
 _HTTP_URL = re.compile(r"https?://[^/?#\s]+")
 
 
@@ -196,5 +196,5 @@ class ServeConfig:
 def _at_least(config: ServeConfig, least: int, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if value is not None and not (value >= least and math.isfinite(value)):
-            raise StartupError(f"--{name.replace('_', '-')} is {value}: at least {least}, and finite")
+        if value is not None and not least <= value < _TOO_LARGE:  # NaN too
+            raise StartupError(f"--{name.replace('_', '-')} is {shown(value)}: at least {least}, and below 2^63")

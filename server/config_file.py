@@ -19,6 +19,7 @@ from server.errors import StartupError, shown
 
 PREFIX = "RINGSERVE_"
 _OTHERS = ("RINGSERVE_CACHE", "RINGSERVE_CONFIG")  # variables that are no settings of the server
+_MAX_BITS = 63  # of a whole number: every setting's limit is far below
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _FIELDS = {field.name: field for field in dataclasses.fields(ServeConfig)}
 
@@ -64,12 +65,12 @@ def of_file(file: str) -> dict[str, Any]:
 def _read(path: Path) -> dict[Any, Any]:
     try:
         if path.suffix == ".toml":
-            return tomllib.loads(path.read_text())
+            return tomllib.loads(path.read_text("utf-8-sig"))
         if path.suffix in (".yaml", ".yml"):
-            content = yaml.safe_load(path.read_text())
+            content = yaml.safe_load(path.read_text("utf-8-sig"))
         else:
             raise StartupError(f"--config: {path} is of no known kind: name it .toml, .yaml or .yml")
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as exc:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:  # ValueError: no UTF-8, TOML, number or date
         raise StartupError(f"--config: cannot read {path}: {exc}") from exc
     if content is None:
         return {}
@@ -97,7 +98,10 @@ def _from_text(field: "dataclasses.Field[Any]", text: str, where: str) -> Any:
     """Return an environment variable's value; a list is separated by commas, or JSON."""
     kind = plain_type(field.type)
     if is_list(field):
-        return tuple(_json_list(text) or [part.strip() for part in text.split(",") if part.strip()])
+        parts = _json_list(text) or [part.strip() for part in text.split(",") if part.strip()]
+        if not parts:  # no list at all: a server that its user believes to have keys would stand open
+            raise StartupError(f"{where} is {shown(text)}, which holds nothing: leave it out, or empty")
+        return tuple(parts)
     if kind is bool:
         if text.lower() not in _TRUE + _FALSE:
             raise StartupError(f"{where} is {shown(text)}: must be one of {', '.join(_TRUE + _FALSE)}")
@@ -124,6 +128,8 @@ def _checked(field: "dataclasses.Field[Any]", value: Any, where: str) -> Any:
         if isinstance(parts, list) and all(isinstance(part, str) for part in parts):
             return tuple(parts)
         raise StartupError(f"{where} is {shown(value)}: must be a list of texts")
+    if type(value) is int and value.bit_length() > _MAX_BITS:
+        raise StartupError(f"{where} is a number of {value.bit_length()} bits: at most {_MAX_BITS}")
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:

@@ -29,7 +29,7 @@ from server.cors import Cors, CorsPolicy
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
 from server.kept_memory import KeptMemory, trim_memory
-from server.listener import bound, tls_context, url_of
+from server.listener import bound, listen, tls_context, url_of
 from server.request_body import BodyReader
 from server.request_log import RequestLog
 from server.response_store import ResponseStore
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 _TOLD_LIMIT_S = 2.5  # how long clients may take to read that the engine has died
 _HEALTH_503_S = 1.1  # /health answers 503 for so long after the last of them was told
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # where they are not ignored, as SIGHUP is by nohup
 _LAST_WORDS_S = 0.1  # for error events to leave when a second signal ends everything
 _DRAIN_POLL_S = 0.05
 _GRACE_S = 1.0  # from the drain's deadline, when streams get their error event, to cutting connections
@@ -77,6 +78,8 @@ class Server(uvicorn.Server):
         if not self._serve_config.disable_log_stats:
             self._throughput_log.start()
         await super().startup(sockets)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal is gone; uvicorn knows the others
+            signal.signal(signal.SIGHUP, self.handle_exit)
         self._sweep.start()
         trim_memory()  # 18 MB that loading the tokenizer has left
         self._kept_memory.start()
@@ -147,6 +150,7 @@ def serve(config: ServeConfig) -> int:
                 llm.metrics.on_finished.append(tracer)
             banner = _banner(serving, config, url_of(listener, config), time.monotonic() - started_s)
             server = Server(_uvicorn_config(config, serving, keys, tls), llm, config, banner)
+            listen(listener, config)
             server.run(sockets=[listener])  # from here on its own signal handlers: a signal means drain
         finally:
             llm.kill()
@@ -216,16 +220,20 @@ def _uvicorn_config(
 
 @contextlib.contextmanager
 def _terminating_signals() -> Iterator[None]:
-    """Make SIGTERM during start-up unwind like Ctrl-C, so that nothing is left behind."""
+    """Make a signal to end during start-up unwind, so that nothing is left behind; further ones do not disturb that."""
 
     def leave(signum: int, _: FrameType | None) -> None:
+        for each in heard:
+            signal.signal(each, signal.SIG_IGN)
         sys.exit(128 + signum)
 
-    previous = signal.signal(signal.SIGTERM, leave)
+    heard = [each for each in _ENDING_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+    previous = {each: signal.signal(each, leave) for each in heard}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for each, handler in previous.items():
+            signal.signal(each, handler)
 
 
 def _banner(serving: Serving, config: ServeConfig, url: str, elapsed_s: float) -> str:

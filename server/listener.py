@@ -10,24 +10,48 @@ from pathlib import Path
 from server.config import ServeConfig
 from server.errors import StartupError
 
+_BACKLOG = 2048  # connections that wait to be accepted
 _UDS_MODE = 0o660  # owner and group: a proxy in front is in the group
 _CERT_REQS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
 
 
 @contextlib.contextmanager
 def bound(config: ServeConfig) -> Iterator[socket.socket]:
-    """Bind what the configuration names; close it at the end, and remove a Unix socket's file.
+    """Bind what the configuration names; close it at the end, and remove a Unix socket's file, if it is still ours.
+
+    Nothing listens there until `listen`, and no other server can bind it meanwhile.
 
     Raises:
         StartupError: If it is in use or cannot be bound.
     """
-    listener = _bind_port(config) if config.uds is None else _bind_path(Path(config.uds))
+    if config.uds is None:
+        with _bind_port(config) as listener:
+            yield listener
+        return
+    path = Path(config.uds)
+    with _bind_path(path) as listener:
+        own = _file_of(path)
+        try:
+            yield listener
+        finally:
+            if _file_of(path) == own:
+                path.unlink(missing_ok=True)
+
+
+def listen(listener: socket.socket, config: ServeConfig) -> None:
+    """Begin to listen. Called here because uvloop does not say that it cannot.
+
+    Raises:
+        StartupError: If another process has come first.
+    """
     try:
-        yield listener
-    finally:
-        listener.close()
-        if config.uds is not None:
-            Path(config.uds).unlink(missing_ok=True)
+        if config.uds is None:
+            listener.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # else connections of the last server, closed
+        listener.listen(_BACKLOG)  # for a minute at most, would be in the way
+    except OSError as exc:
+        raise StartupError(f"cannot listen at {config.uds or f'{config.host}:{config.port}'}: {exc.strerror}") from exc
 
 
 def tls_context(config: ServeConfig) -> ssl.SSLContext | None:
@@ -70,12 +94,17 @@ def _bind_port(config: ServeConfig) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as exc:
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            # two sockets that both have it may be bound to one port while neither listens
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            undo.pop_all()
+    except (OSError, UnicodeError) as exc:  # UnicodeError: the name can be no host's
+        reason = getattr(exc, "strerror", None) or exc
         raise StartupError(
-            f"cannot bind {config.host}:{config.port}: {exc.strerror or exc}; choose another --host or --port"
+            f"cannot bind {config.host}:{config.port}: {reason}; choose another --host or --port"
         ) from exc
     return listener
 
@@ -94,7 +123,21 @@ def _bind_path(path: Path) -> socket.socket:
     return listener
 
 
+def _file_of(path: Path) -> tuple[int, int] | None:
+    """Return which file a path leads to."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def _is_served(path: Path) -> bool:
+    """Whether a process has the socket; one that still loads its model refuses connections like none at all."""
+    with contextlib.suppress(OSError):  # without /proc, connecting alone tells
+        lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
+        if any(line.endswith(f" {path}") for line in lines):
+            return True
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

@@ -11,7 +11,7 @@ import pytest
 
 from server.config import ServeConfig
 from server.errors import StartupError
-from server.listener import bound, tls_context
+from server.listener import bound, listen, tls_context
 from tests.e2e.conftest import CLI
 
 SYNTHETIC = ("--engine", "synthetic", "--max-model-len", "2048")
@@ -147,3 +147,48 @@ def test_a_path_prefix_is_the_proxys_and_keys_know_it(plain_events) -> None:
 def test_a_prefix_that_is_none_is_refused(prefix: str) -> None:
     with pytest.raises(StartupError, match="--root-path"):
         ServeConfig(root_path=prefix)
+
+
+@pytest.mark.parametrize("host", ["a" * 300, "no.such.host.invalid", "\u00e4" * 70])
+def test_a_name_that_is_no_hosts_is_refused(host: str) -> None:
+    with pytest.raises(StartupError, match="cannot bind"), bound(ServeConfig(host=host, port=0)):
+        pass
+
+
+def test_a_port_that_a_loading_server_has_is_refused_and_one_just_left_is_not() -> None:
+    with bound(ServeConfig(port=0)) as listener:
+        config = ServeConfig(port=listener.getsockname()[1])
+        with pytest.raises(StartupError, match="cannot bind"), bound(config):
+            pass
+        listen(listener, config)
+        with socket.create_connection(listener.getsockname()):
+            listener.accept()[0].close()  # first, so that its end is the one that lingers
+    with bound(config) as listener:
+        listen(listener, config)
+
+
+def test_who_cannot_listen_says_so() -> None:
+    with bound(ServeConfig(port=0)) as listener, socket.socket() as other:
+        for each in (listener, other):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(listener.getsockname())
+        other.listen()
+        with pytest.raises(StartupError, match="cannot listen"):
+            listen(listener, ServeConfig(port=listener.getsockname()[1]))
+
+
+def test_a_unix_socket_of_a_loading_server_is_its_own_and_another_servers_is_left_alone(tmp_path) -> None:
+    file = tmp_path / "socket"
+    config = ServeConfig(uds=str(file))
+    with bound(config):
+        with pytest.raises(StartupError, match="cannot bind"), bound(config):
+            pass
+        assert file.is_socket()
+        file.unlink()
+        with bound(config):
+            assert file.is_socket()
+    assert not file.exists()
+    with bound(config):
+        file.unlink()
+        file.write_text("another's")
+    assert file.read_text() == "another's"

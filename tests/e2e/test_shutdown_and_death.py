@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from shm_transport.heartbeat import ALIVE_LIMIT_S
-from tests.e2e.conftest import send
+from tests.e2e.conftest import CLI, send
 
 SYNTHETIC = ("--engine", "synthetic")
 SLOW = (*SYNTHETIC, "--step-time-ms", "20")
@@ -197,6 +197,40 @@ def test_a_second_sigterm_ends_at_once(start_server, wait) -> None:
     assert stream.events[-1] == "[DONE]"
     assert "told twice" in stream.events[-2]
     assert all(line.startswith("INFO ") for line in server.stderr.splitlines())
+
+
+def test_a_closed_terminal_drains_the_server(start_server, wait) -> None:
+    server = start_server(*SLOW)
+    stream = StreamReader(server.url, max_tokens=40)
+    wait(lambda: len(stream.events) > 3, 30)
+    os.kill(server.engine_pid, signal.SIGHUP)  # which the terminal's whole foreground gets
+    assert server.stop(signal.SIGHUP) == 0
+    stream.join()
+    assert stream.events[-1] == "[DONE]"
+    assert json.loads(stream.events[-2])["choices"][0]["finish_reason"] == "length"
+    assert server.leftovers() == []
+
+
+def test_a_server_that_nohup_started_does_not_mind_a_closed_terminal(start_server) -> None:
+    server = start_server(*SYNTHETIC, command=["nohup", *CLI])
+    server.process.send_signal(signal.SIGHUP)
+    assert server.complete(prompt="a", max_tokens=2)["usage"]["completion_tokens"] == 2
+    assert server.stop() == 0
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_two_signals_during_start_up_leave_nothing(sig: signal.Signals, wait) -> None:
+    server = subprocess.Popen([*CLI, "serve", *SYNTHETIC, "--port", "0"], stdout=subprocess.DEVNULL)
+    names = Path("/dev/shm")
+    wait(lambda: any(f"ringserve-{server.pid}-" in path.name for path in names.iterdir()) or has_ended(server), 30)
+    server.send_signal(sig)
+    server.send_signal(sig)
+    assert server.wait(30) in (128 + sig, -sig, 0)
+    wait(lambda: not any(f"ringserve-{server.pid}-" in path.name for path in names.iterdir()), 5)
+
+
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is not None
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.15, 0.3, 0.5])

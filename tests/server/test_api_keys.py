@@ -51,6 +51,12 @@ def test_keys_of_options_and_file_are_one_list_without_duplicates(tmp_path: Path
     assert read_keys(ServeConfig()) == ()
 
 
+def test_a_file_made_on_windows_holds_the_same_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xef\xbb\xbfsk-a\r\n\r\n# more\r\nsk-b\r\n")
+    assert read_keys(ServeConfig(api_key_file=str(file))) == ("sk-a", "sk-b")
+
+
 @pytest.mark.parametrize("content", ["", "# none\n\n", "with space\n", "schlüssel\n"])
 def test_a_file_without_usable_keys_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "keys"

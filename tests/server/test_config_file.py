@@ -85,7 +85,10 @@ def test_a_list_option_may_be_repeated(served: list[ServeConfig]) -> None:
      ("port = 1.0", "must be a whole number"), ("host = 1", "must be a text"), ("overlap = true", "must be a text"),
      ("allow_credentials = 1", "must be true or false"), ("api_key = [1]", "must be a list of texts"),
      ("drain_timeout = '3'", "must be a number"), ("max-body-mb = 1\nmax_body_mb = 1", "twice"),
-     ("port = ", "cannot read")],
+     ("port = ", "cannot read"), ("drain-timeout = 1" + "0" * 400, "a number of"),
+     ("port = 0x" + "f" * 5000, "a number of"),
+     ("port = 1" + "0" * 5000, "cannot read")],
+    ids=lambda text: text[:40],
 )  # fmt: skip
 def test_a_key_or_value_that_does_not_fit_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(StartupError, match=message):
@@ -100,6 +103,17 @@ def test_a_key_or_value_that_does_not_fit_is_named(tmp_path: Path, text: str, me
 def test_a_variable_that_does_not_fit_is_named(variable: str, text: str) -> None:
     with pytest.raises(StartupError, match=f"^{variable} is '{text}': must be"):
         config_file.of_environment({variable: text})
+
+
+@pytest.mark.parametrize("text", [",", " ", " , ,"])
+def test_a_variable_that_holds_no_part_of_a_list_is_refused(text: str) -> None:
+    with pytest.raises(StartupError, match=r"^RINGSERVE_API_KEY is .* holds nothing"):  # else no key were asked for
+        config_file.of_environment({"RINGSERVE_API_KEY": text})
+
+
+@pytest.mark.parametrize(("suffix", "text"), [(".toml", "port = 1"), (".yaml", "port: 1")])
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, suffix: str, text: str) -> None:
+    assert config_file.of_file(written(tmp_path, "\ufeff" + text, suffix)) == {"port": 1}
 
 
 def test_a_value_out_of_range_is_refused_wherever_it_comes_from(
@@ -117,8 +131,12 @@ def test_variables_that_mean_nothing_are_known_and_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "text"), [(".json", "{}"), (".yaml", "- a"), (".yaml", "a: b: c"), (".yml", "text"), (".toml", "a")]
-)
+    ("suffix", "text"),
+    [(".json", "{}"), (".yaml", "- a"), (".yaml", "a: b: c"), (".yml", "text"), (".toml", "a"),
+     (".yaml", "a: " + "[" * 3000), (".toml", "a = " + "[" * 3000), (".yaml", "port: 2020-13-45"),
+     (".yaml", "port: 1" + "0" * 5000)],
+    ids=lambda text: text[:20],
+)  # fmt: skip
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, suffix: str, text: str) -> None:
     with pytest.raises(StartupError, match="--config"):
         config_file.of_file(written(tmp_path, text, suffix))
