@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from shm_transport import process
+
 _ADDRESS = re.compile(r"http://[\d.]+:(\d+)")
 _CPUCLOCK_SCHED = 2  # of <linux/posix-timers.h>: all threads, those that have ended too
 
@@ -67,6 +69,8 @@ class StepLog:
 class Listening:
     """A command that prints its address once it listens. It gets a core to itself; its children get the others.
 
+    It ends with the thread that makes this, however that ends.
+
     Attributes:
         pid: Of the process that serves; of a server, not its engine's.
     """
@@ -75,8 +79,9 @@ class Listening:
         root = Path(__file__).parents[1]
         self._command = [sys.executable, "-P", "-m", module, *arguments]
         self._process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, text=True, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}
-        )
+            self._command, stdout=subprocess.PIPE, text=True, cwd=root, env=os.environ | {"PYTHONPATH": str(root)},
+            preexec_fn=functools.partial(process.die_with_parent, os.getpid()),  # noqa: PLW1509  # no threads yet
+        )  # fmt: skip
         self.pid = self._process.pid
 
     @functools.cached_property

@@ -354,8 +354,10 @@ class AsyncLLM(EngineClient):
         try:
             indexes = range(request.first_index, request.first_index + params.n)
             states = [pipe.outputs.add(request, index, collector) for index in indexes]
+            is_first = pipe.engine.outbox.is_empty  # else a timer flushes, and trying costs as much as all of this
             pipe.engine.outbox.add(request.engine_request([state.handle for state in states]))
-            pipe.flush()
+            if is_first:
+                pipe.flush()
             if request.deadline_s is not None:
                 left_s = max(request.deadline_s - time.monotonic(), 0.0)
                 collector.deadline = asyncio.get_running_loop().call_later(left_s, pipe.end, collector)
@@ -391,7 +393,7 @@ class AsyncLLM(EngineClient):
             self._pipe.abort(handles)
         return len(names)
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Have the engine carry out a method (see EngineClient)."""
         if method in _RESERVED_METHODS:
             raise RequestError(f"{method} is the server's own to call", param="method")

@@ -74,7 +74,7 @@ class EngineClient(ABC):
         """
 
     @abstractmethod
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Have the engine carry out a method of its fixed table (engine/control.py); return its JSON result.
 
         Raises:

@@ -1,6 +1,6 @@
 """One request's sampling parameters, validated: what the model's vocabulary and context say comes in InputProcessor."""
 
-import secrets
+import random
 from collections.abc import Sized
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_REPETITION_PENALTY = 100.0  # and one over it the least
 MAX_BIASED_TOKENS = 1024  # ids in logit_bias, allowed_token_ids or bad_token_ids
 _GREEDY_BELOW = 1e-5
+_SEEDS = random.Random()  # begun by the system; asking that for each seed gives the GIL away each time
 _INT64 = 2**63
 _N_RULE = f"must be from 1 to {MAX_N}"  # rules are made once: a request is checked against all of them
 _PENALTY_RULE = f"must be from {1 / MAX_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}"
@@ -91,7 +92,7 @@ class SamplingParams:
 
     def seeds(self) -> list[int]:
         """Return a 64-bit seed for each of the n sequences: seed, seed + 1, ..., or fresh ones."""
-        first = secrets.randbits(64) if self.seed is None or self.seed == -1 else self.seed
+        first = _SEEDS.getrandbits(64) if self.seed is None or self.seed == -1 else self.seed
         return [(first + i) % 2**64 for i in range(self.n)]
 
     def _check_penalties(self) -> None:

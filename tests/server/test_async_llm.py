@@ -333,6 +333,29 @@ async def test_the_n_sequences_of_a_prompt_are_one_message_with_seeds_in_a_row(
     assert seeds == [2**63 - 2, 2**63 - 1, 2**63]
 
 
+async def test_what_the_ring_has_no_room_for_is_not_tried_again_with_each_prompt(
+    start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = start(**SLOW)
+    prompts = [await llm.input_processor.process(request(f"request-{i}", max_tokens=1)) for i in range(100)]
+    (engine,) = start.engines
+    flush, num_flushes = engine.outbox.flush, 0
+
+    def count_flush() -> None:
+        nonlocal num_flushes
+        num_flushes += 1
+        flush()
+
+    monkeypatch.setattr(engine.outbox, "flush", count_flush)
+    os.kill(engine.process.pid, signal.SIGSTOP)
+    collectors = [llm.submit(prompt) for prompt in prompts]
+    os.kill(engine.process.pid, signal.SIGCONT)
+    assert num_flushes <= RingConfig().num_request_slots + 1
+    for collector in collectors:
+        assert (await collector.get()).finished
+        llm.release(collector)
+
+
 class BrokenDetokenizer:
     def decode(self, _: int) -> str:
         raise ZeroDivisionError("broken")
