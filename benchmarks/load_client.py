@@ -120,9 +120,9 @@ class LoadClient:
         self._process.join()
 
 
-def http_request(path: str, body: bytes, *, close: bool = False) -> bytes:
+def http_request(path: str, body: bytes, *header_lines: bytes) -> bytes:
     """Return a POST as it goes over the wire."""
-    last = b"Connection: close\r\n" if close else b""
+    last = b"".join(line + b"\r\n" for line in header_lines)
     head = b"POST %b HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%b\r\n"
     return head % (path.encode(), len(body), last) + body
 

@@ -5,7 +5,8 @@
 The real server (its command line, its endpoints) with the synthetic engine in a second process, N streams from a load
 client in a third. Two floors, each a process too, take turns with it cell by cell: `raw`, a uvloop protocol that
 writes ready chunks, and `asgi`, one task a stream and one `send` an event. Their events have the server's length.
-`fallback` is the same server under uvicorn's own protocol, without the way to the transport.
+`fallback` is the same server under uvicorn's own protocol, without the way to the transport; `guarded` one that asks
+for an API key and bounds the requests of each.
 
 Pacing: `lockstep`, the engine's next step once the client has every event of the last one, so that an event is a token,
 which the step log must bear out; `free`, as fast as the ring takes steps, so that tokens merge; `20 ms` steps.
@@ -45,6 +46,8 @@ from benchmarks.processes import Listening, StepLog, SyntheticServer, cores, pin
 from benchmarks.report import Target
 
 STEP_MS = 20
+API_KEY = "output-path"
+GUARDS = ("--api-key", API_KEY, "another-key", "--max-concurrency-per-key", "2000")
 NUM_STREAMS = (1, 16, 64, 256, 1024)
 MARKERS = {"completions": b'"text":', "chat": b'"delta":{"content":'}
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -69,7 +72,7 @@ VARIANTS: dict[tuple[str, str], dict[str, Any]] = {
 class Cell:
     """What is measured: who answers, how the tokens come, how many streams, and what they ask for."""
 
-    subject: str  # "server", "fallback", "raw", "asgi"
+    subject: str  # "server", "guarded", "fallback", "raw", "asgi"
     pacing: str  # "lockstep", "free", "20 ms"
     num_streams: int
     endpoint: str = "completions"
@@ -81,6 +84,7 @@ FLOORS = [Cell(kind, "lockstep", n) for kind in ("raw", "asgi", "fallback") for 
 CELLS = [
     *LOCKSTEP,
     *FLOORS,
+    Cell("guarded", "lockstep", 64),
     *(Cell("raw", "lockstep", n, "chat") for n in (64, 256)),
     *(
         Cell("server", "lockstep", n, endpoint, variant)
@@ -96,7 +100,7 @@ CELLS = [
 QUICK_CELLS = [
     *(cell for cell in LOCKSTEP if cell.num_streams in (64, 256) or cell == Cell("server", "lockstep", 1)),
     *(Cell("raw", "lockstep", n, endpoint) for endpoint in PATHS for n in (64, 256)),
-    *(Cell(kind, "lockstep", 64) for kind in ("asgi", "fallback")),
+    *(Cell(kind, "lockstep", 64) for kind in ("asgi", "fallback", "guarded")),
     *(Cell("server", "lockstep", 64, "completions", variant) for variant in ("stop", "usage", "logprobs")),
     Cell("server", "free", 64, "completions", "whole"),
     *(Cell(kind, f"{STEP_MS} ms", n) for kind in ("server", "raw") for n in (1, 64)),
@@ -175,6 +179,7 @@ class Bench:
         self.servers = {
             ("server", "lockstep"): start(is_lockstep=True),
             ("fallback", "lockstep"): start(is_lockstep=True, module="benchmarks.asgi_fallback"),
+            ("guarded", "lockstep"): start(*GUARDS, is_lockstep=True),
             ("server", "free"): start(),
             ("server", f"{STEP_MS} ms"): start("--step-time-ms", str(STEP_MS)),
         }
@@ -224,7 +229,9 @@ class Bench:
         server = self.servers[cell.subject, cell.pacing]
         body = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
         body |= PROMPTS[cell.endpoint] | VARIANTS[cell.endpoint, cell.variant]
-        request = http_request(PATHS[cell.endpoint], json.dumps(body).encode(), close=cell.variant == "whole")
+        header_lines = [b"Authorization: Bearer " + API_KEY.encode()] if cell.subject == "guarded" else []
+        header_lines += [b"Connection: close"] if cell.variant == "whole" else []
+        request = http_request(PATHS[cell.endpoint], json.dumps(body).encode(), *header_lines)
         return Load(port=server.port, pid=server.pid, request=request, counter=server.counter, **shape)
 
     def _payload(self, endpoint: str) -> bytes:
@@ -319,6 +326,9 @@ def targets_of(samples: dict[Cell, Samples]) -> list[Target]:
     plain, stop, usage, logprobs = (lockstep(64, variant=variant) for variant in ("", "stop", "usage", "logprobs"))
     targets.append(Target("stop_string_cpu_vs_none", ratio(stop, plain), 1.15))
     targets.append(Target("include_usage_cpu_vs_none", ratio(usage, plain), 1.05))
+    guarded = lockstep(64, subject="guarded")
+    targets.append(Target("guarded_cpu_vs_unguarded", ratio(guarded, plain), 1.05))
+    targets.append(Target("guarded_request_vs_unguarded", ratio(guarded, plain, lambda s: s.request_us), 1.05))
     if logprobs in samples:
         extra = statistics.median(a - b for a, b in pairs(logprobs, plain, lambda s: s.token_us))
         targets.append(Target("logprobs_5_extra_us", extra, 6))
@@ -337,7 +347,11 @@ def targets_of(samples: dict[Cell, Samples]) -> list[Target]:
 
 def samples_in_lockstep(samples: dict[Cell, Samples]) -> Iterator[Samples]:
     """Return the server's."""
-    return (s for cell, s in samples.items() if cell.pacing == "lockstep" and cell.subject in ("server", "fallback"))
+    return (
+        s
+        for cell, s in samples.items()
+        if cell.pacing == "lockstep" and cell.subject in ("server", "fallback", "guarded")
+    )
 
 
 def request_slope_us(samples: dict[Cell, Samples]) -> float:

@@ -25,6 +25,7 @@ from server.json_response import JsonResponse, error_response
 from server.metrics_export import MetricsCollector, metrics
 from server.metrics_process import ProcessClock
 from server.openapi import make_document
+from server.rehearsal import rehearsals
 from server.request_id import echoed_header
 from server.serving import Serving
 
@@ -62,13 +63,14 @@ def build_app(serving: Serving, *, has_dev_routes: bool = False) -> Starlette:
     @contextlib.asynccontextmanager
     async def life_span(_: Starlette) -> AsyncIterator[None]:
         serving.llm.start()
-        gc.collect()
-        gc.freeze()  # what is there now stays: later collections need not look at it
-        gc.set_threshold(*_GC_THRESHOLDS)
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        process_clock.start()
-        yield
-        process_clock.stop()
+        async with rehearsals(serving.llm):
+            gc.collect()
+            gc.freeze()  # what is there now stays: later collections need not look at it
+            gc.set_threshold(*_GC_THRESHOLDS)
+            sys.setswitchinterval(_SWITCH_INTERVAL_S)
+            process_clock.start()
+            yield
+            process_clock.stop()
         await serving.llm.shutdown()
 
     app = Starlette(

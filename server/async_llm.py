@@ -39,6 +39,7 @@ from shm_transport.errors import PeerDiedError
 from shm_transport.messages import Data
 from shm_transport.records import ENGINE_HANDLE, DataContent, Pooling, RecordKind
 from shm_transport.step_ring import Message, StepRecord
+from shm_transport.strategies import AdaptiveWaiter
 
 logger = logging.getLogger(__name__)
 
@@ -254,6 +255,11 @@ class AsyncLLM(EngineClient):
     def start(self) -> None:
         """Start the reader task in the running loop; does nothing if it runs."""
         self._pipe.start()
+
+    def rehearse(self, rehearse: Callable[[], None] | None) -> None:
+        """Call this shortly before each step is due; for nothing where the reader does not wait awake (`adaptive`)."""
+        if isinstance(self._pipe.engine.waiter, AdaptiveWaiter):
+            self._pipe.engine.waiter.rehearse = rehearse
 
     def call_on_death(self, callback: Callable[[], None]) -> None:
         """Call back, in the loop, once every request has been told that the engine is dead."""

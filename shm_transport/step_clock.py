@@ -13,9 +13,10 @@ _MIN_MARGIN_NS = 100_000
 
 @dataclass(slots=True, frozen=True)
 class Window:
-    """When the next record is likely, CLOCK_MONOTONIC nanoseconds."""
+    """When the next record is likely, CLOCK_MONOTONIC nanoseconds; it opens earlier, for whoever wakes up late."""
 
     opens_ns: int
+    likely_ns: int
     closes_ns: int
 
 
@@ -27,12 +28,14 @@ class StepClock:
     Args:
         cpu_budget: Largest share of a core that waiting inside the windows may take.
         lead_ns: How much earlier a window opens, because whoever waits for it wakes up late.
+        long_lead_ns: The same where the budget allows it, for whoever has something to do before.
     """
 
-    def __init__(self, *, cpu_budget: float, lead_ns: int) -> None:
+    def __init__(self, *, cpu_budget: float, lead_ns: int, long_lead_ns: int = 0) -> None:
         self._least_interval_ns = (_MIN_MARGIN_NS + lead_ns) / cpu_budget
         self._cpu_budget = cpu_budget
         self._lead_ns = lead_ns
+        self._long_lead_ns = max(lead_ns, long_lead_ns)
         self._last_ns = 0
         self._intervals_ns: deque[int] = deque(maxlen=_NUM_SAMPLES)
 
@@ -54,8 +57,9 @@ class StepClock:
         middle_ns = ordered[count // 2]
         spread_ns = (ordered[-1 - count // 4] - ordered[count // 4]) // 2
         margin_ns = max(_MARGIN_SPREADS * spread_ns, _MIN_MARGIN_NS)
-        # The second condition is what a record in time costs.
-        if spread_ns > _MAX_JITTER * middle_ns or margin_ns + self._lead_ns > self._cpu_budget * middle_ns:
+        most_lead_ns = self._cpu_budget * middle_ns - margin_ns  # so that a record in time costs the budget
+        if spread_ns > _MAX_JITTER * middle_ns or self._lead_ns > most_lead_ns:
             return None
+        lead_ns = self._long_lead_ns if self._long_lead_ns <= most_lead_ns else self._lead_ns
         due_ns = self._last_ns + middle_ns
-        return Window(due_ns - margin_ns - self._lead_ns, due_ns + margin_ns)
+        return Window(due_ns - margin_ns - lead_ns, due_ns - margin_ns, due_ns + margin_ns)

@@ -16,6 +16,8 @@ from shm_transport.waiter import BlockWaiter
 STRATEGIES = ("block", "adaptive", "spin")
 
 _LEAD_NS = 250_000  # from the waiter thread's time-out to a spinning loop: 150 us as a rule
+_REHEARSAL_NS = 300_000  # that must be left for one: it runs lines that nobody has run since the last step
+_LONG_LEAD_NS = _LEAD_NS + 450_000
 _CHECK_NS = 1_000_000_000  # how often the spare core is looked for
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -62,16 +64,20 @@ class AdaptiveWaiter:
     While the engine is idle or irregular, or there is no core to spare for spinning, this is BlockWaiter. Its thread
     also keeps the time until a window opens, on the semaphore's own time-out: uvloop's timers have whole milliseconds,
     and a thread that still waited inside the window would snatch the record from the spinning loop.
+
+    Attributes:
+        rehearse: Called, if there is one, once a window has opened and while there is time before the record.
     """
 
     def __init__(self, consumer: Consumer, has_spare_core: Callable[[], bool], cpu_budget: float = 0.1) -> None:
         self._consumer = consumer
         self._block = BlockWaiter(consumer)
-        self._clock = StepClock(cpu_budget=cpu_budget, lead_ns=_LEAD_NS)
+        self._clock = StepClock(cpu_budget=cpu_budget, lead_ns=_LEAD_NS, long_lead_ns=_LONG_LEAD_NS)
         self._has_spare_core = has_spare_core
         self._may_spin = has_spare_core()
         self._checked_ns = time.monotonic_ns()
         self._is_woken = False
+        self.rehearse: Callable[[], None] | None = None
         self.num_spins_hit = 0
         self.num_spins_missed = 0
 
@@ -95,6 +101,8 @@ class AdaptiveWaiter:
         elif window.opens_ns > now_ns:
             await self._block.wait(min(timeout_s, (window.opens_ns - now_ns) / 1e9))
         else:
+            if self.rehearse is not None and now_ns + _REHEARSAL_NS <= window.likely_ns:
+                self.rehearse()
             await self._spin(window)
 
     def note(self, published_ns: int) -> None:

@@ -90,7 +90,7 @@ class StubClock:
 
     def window(self) -> strategies.Window:
         now_ns = time.monotonic_ns()
-        return strategies.Window(now_ns - 1, now_ns + 200_000_000)
+        return strategies.Window(now_ns - 1, now_ns, now_ns + 200_000_000)
 
 
 async def test_a_record_inside_the_window_is_met_spinning(step_segment: Segment) -> None:
@@ -118,6 +118,25 @@ async def test_a_window_that_closes_without_a_record_ends_in_blocking(step_segme
     assert time.process_time() - before < 0.1
     writer.publish(step(8))
     assert await task == 8
+    waiter.close()
+
+
+@pytest.mark.parametrize(("left_ns", "expected"), [(50_000_000, 1), (1_000, 0)], ids=["time enough", "too late"])
+async def test_a_window_begins_with_a_rehearsal_if_the_record_is_not_near(
+    step_segment: Segment, left_ns: int, expected: int
+) -> None:
+    writer, reader, _ = make(step_segment, "block")
+    waiter = AdaptiveWaiter(reader.consumer, has_spare_core=lambda: True)
+    now_ns = time.monotonic_ns()
+    windows = iter([strategies.Window(now_ns, now_ns + left_ns, now_ns + 10_000_000_000)])
+    waiter._clock.window = lambda: next(windows, None)  # type: ignore[method-assign]
+    rehearsals: list[int] = []
+    waiter.rehearse = lambda: rehearsals.append(reader.consumer.num_pending)
+    task = asyncio.create_task(read_one(reader, waiter))
+    await asyncio.sleep(0.01)
+    writer.publish(step(4))
+    assert await task == 4
+    assert rehearsals == [0] * expected
     waiter.close()
 
 
