@@ -80,7 +80,7 @@ class Listening:
         self._command = [sys.executable, "-P", "-m", module, *arguments]
         self._process = subprocess.Popen(
             self._command, stdout=subprocess.PIPE, text=True, cwd=root, env=os.environ | {"PYTHONPATH": str(root)},
-            preexec_fn=functools.partial(process.die_with_parent, os.getpid()),  # noqa: PLW1509  # no threads yet
+            preexec_fn=functools.partial(process.die_with_parent, os.getpid()),  # no threads yet
         )  # fmt: skip
         self.pid = self._process.pid
 
