@@ -45,11 +45,9 @@ def listen(listener: socket.socket, config: ServeConfig) -> None:
         StartupError: If another process has come first.
     """
     try:
-        if config.uds is None:
-            listener.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # else connections of the last server, closed
-        listener.listen(_BACKLOG)  # for a minute at most, would be in the way
+        if config.uds is None:  # else the last server's closed connections are in the way for a minute
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.listen(_BACKLOG)
     except OSError as exc:
         raise StartupError(f"cannot listen at {config.uds or f'{config.host}:{config.port}'}: {exc.strerror}") from exc
 
