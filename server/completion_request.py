@@ -1,6 +1,6 @@
 """The body of POST /v1/completions."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from server.errors import RequestError
 from server.generation_fields import GenerationFields
@@ -12,6 +12,7 @@ _MAX_PROMPTS = 1024
 class CompletionRequest(GenerationFields, kw_only=True):
     """POST /v1/completions."""
 
+    needed: ClassVar[str | None] = "prompt"
     prompt: str | list[Any] | None = None
     logprobs: int | None = None
 

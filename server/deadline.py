@@ -10,7 +10,7 @@ from starlette.requests import Request
 from server.errors import RequestError, shown
 
 HEADER = "x-request-timeout"
-_MAX_S = 1e6
+MAX_S = 1e6
 
 
 def deadline_s(request: Request, field: float | None) -> float | None:
@@ -34,6 +34,6 @@ def _checked(value: float | str, name: str) -> float:
         seconds = float(value)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds <= _MAX_S:  # NaN too
-        raise RequestError(f"{name} is {shown(value)}: must be seconds, above 0 and at most {_MAX_S:g}", param=name)
+    if not 0 < seconds <= MAX_S:  # NaN too
+        raise RequestError(f"{name} is {shown(value)}: must be seconds, above 0 and at most {MAX_S:g}", param=name)
     return seconds

@@ -53,6 +53,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     """What both endpoints share; msgspec has no other way to flatten fields."""
 
     neutral: ClassVar[dict[str, tuple[object, ...]]] = NEUTRAL
+    needed: ClassVar[str | None] = None  # a field whose absence gets the endpoint's own error, not msgspec's
     model: str | None = None
     n: int | None = None
     max_tokens: int | None = None

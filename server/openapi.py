@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 
 from server.endpoint import Endpoint
+from server.field_limits import describe
+from server.generation_fields import GenerationFields
 
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 _NOT_A_WORD = re.compile(r"\W+")
@@ -35,10 +37,13 @@ def make_document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]
         endpoints: Each path and method once.
         version: The server's.
     """
-    types = {ErrorResponse: None}  # a set that keeps its order
+    types: dict[Any, None] = {ErrorResponse: None}  # a set that keeps its order
     for endpoint in endpoints:
         types |= {kind: None for kind in (endpoint.body, endpoint.answer, endpoint.event) if kind is not None}
     made, components = msgspec.json.schema_components(types, ref_template=_REFERENCES)
+    for kind in types:
+        if isinstance(kind, type) and issubclass(kind, GenerationFields):
+            describe(components[kind.__name__], kind.neutral, kind.needed)
     schemas = dict(zip(types, made, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for each in endpoints:

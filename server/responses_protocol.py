@@ -98,6 +98,7 @@ class ResponseRequest(GenerationFields, kw_only=True):
     neutral: ClassVar[dict[str, tuple[object, ...]]] = {
         **{name: values for name, values in NEUTRAL.items() if name not in ("tools", "tool_choice")}, **_FOREIGN,
     }  # fmt: skip
+    needed: ClassVar[str | None] = "input"
     input: str | list[Any] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None

@@ -54,6 +54,78 @@ def test_a_real_request_and_its_answer_fit_the_description(synthetic, document, 
     check(response.json(), response_of(document, path, "post")["application/json"]["schema"], closed(document))
 
 
+COMPLETION, RESPONSE = {"prompt": "a", "max_tokens": 2}, {"input": "a", "max_output_tokens": 2}
+BOUNDS: list[tuple[str, list[object], list[object]]] = [  # of a completion: values that are in, and out
+    ("allowed_token_ids", [[0], [3] * 1024], [[], [3] * 1025, [-1]]),
+    ("best_of", [1, None], [2]),
+    ("cache_salt", ["a", "a" * 128], ["", "a" * 129, "a/b", "a\0"]),
+    ("frequency_penalty", [-2, 2], [-2.01, 2.01]),
+    ("kv_transfer_params", [{}, None], [{"a": 1}]),
+    ("logit_bias", [{"3": 100}, {"3": -100}], [{"3": 101}, {"3": -101}, {"x": 1}, {"-1": 1}, {"": 1}]),
+    ("logprobs", [0, 20], [-1, 21]),
+    ("max_tokens", [1], [-1]),
+    ("min_p", [0, 1], [-0.1, 1.1]),
+    ("min_tokens", [0], [-1]),
+    ("n", [1, 128], [0, 129]),
+    ("presence_penalty", [-2, 2], [-2.01, 2.01]),
+    ("priority", [-(2**31), 2**31 - 1], [-(2**31) - 1, 2**31]),
+    ("prompt", ["a", ["a"], [3], [[3]]], [[], None, [[]], ["a", 3], [-1], [[3], "a"]]),
+    ("prompt_logprobs", [0, 20], [-1, 21]),
+    ("repetition_penalty", [0.01, 100], [0.009, 101]),
+    ("request_id", ["a" * 128, "a_.:@/-9"], ["", "a" * 129, "a b"]),
+    ("seed", [-(2**63), 2**63 - 1], [-(2**63) - 1, 2**63]),
+    ("stop", ["a" * 1024, ["a"] * 4, []], ["", [""], "a" * 1025, ["a", "b", "c", "d", "e"]]),
+    ("stop_token_ids", [[0], [3] * 1024], [[-1], [3] * 1025]),
+    ("stream_interval", [1], [0]),
+    ("temperature", [0, 2], [-0.1, 2.1]),
+    ("timeout_s", [0.5, 1e6], [0, 1000001]),
+    ("top_k", [-1, 0, 2**31 - 1], [-2, 2**31]),
+    ("top_p", [0.01, 1], [0, 1.01]),
+    ("truncate_prompt_tokens", [-1, 1], [-2, 0]),
+    ("truncation_side", ["left", "right", None], ["", "up"]),
+    ("use_beam_search", [False, None], [True]),
+]
+
+
+@pytest.mark.parametrize(("name", "within", "beyond"), BOUNDS, ids=[name for name, *_ in BOUNDS])
+def test_a_field_has_the_bounds_that_are_described(synthetic, document, name, within, beyond) -> None:
+    path = "/v1/completions"
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    for value in within:
+        check({**COMPLETION, name: value}, schema, document)
+        assert synthetic.post(path, **{**COMPLETION, name: value}).status_code == 200, value
+    for value in beyond:
+        with pytest.raises(jsonschema.ValidationError):
+            check({**COMPLETION, name: value}, schema, document)
+        assert synthetic.post(path, **{**COMPLETION, name: value}).status_code == 400, value
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "fields"),
+    [
+        ("/v1/completions", {"max_tokens": 2}, {}),
+        ("/v1/chat/completions", CHAT, {"messages": []}),
+        ("/v1/chat/completions", CHAT, {"max_completion_tokens": 0}),
+        ("/v1/chat/completions", CHAT, {"logprobs": True, "top_logprobs": 21}),
+        ("/v1/chat/completions", CHAT, {"tools": []}),
+        ("/v1/responses", {"max_output_tokens": 2}, {}),
+        ("/v1/responses", RESPONSE, {"input": []}),
+        ("/v1/responses", RESPONSE, {"max_output_tokens": 0}),
+        ("/v1/responses", RESPONSE, {"n": 2}),
+    ],
+)
+def test_what_an_endpoint_refuses_does_not_fit_its_description(synthetic, document, path, body, fields) -> None:
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    with pytest.raises(jsonschema.ValidationError):
+        check({**body, **fields}, schema, document)
+    assert synthetic.post(path, **{**body, **fields}).status_code == 400
+
+
+def test_fields_that_are_never_taken_are_not_described(document) -> None:
+    properties = document["components"]["schemas"]["ResponseRequest"]["properties"]
+    assert {"audio", "max_tokens", "prompt_embeds", "conversation"}.isdisjoint(properties)
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/load", "/version", "/openapi.json"])
 def test_what_is_got_fits_the_description(synthetic, document, path) -> None:
     answer = synthetic.client.get(path).json()
