@@ -132,7 +132,7 @@ async def rehearsals(llm: AsyncLLM) -> AsyncIterator[Rehearsal | None]:
     try:
         near_end, far_end = connected_pair()
     except OSError as exc:
-        logger.warning("steps are not rehearsed, the first token after a pause takes longer: no loopback (%s)", exc)
+        logger.warning("steps are not rehearsed, so their tokens leave a little later: no loopback network (%s)", exc)
         yield None
         return
     with far_end:
