@@ -73,25 +73,31 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
             f'{where} is {shown(call)}: must be {{"id", "type": "function", "function": {{"name", "arguments"}}}}',
             param="messages",
         )
-    arguments = function.get("arguments") or "{}"
-    decoded = decode_arguments(arguments, f"{where}.function.arguments") if isinstance(arguments, str) else arguments
-    return {**call, "function": {**function, "arguments": decoded}}
+    arguments = decode_arguments(function.get("arguments"), f"{where}.function.arguments")
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
-def decode_arguments(text: str, where: str, *, param: str = "messages") -> Any:
+def decode_arguments(given: Any, where: str, *, param: str = "messages") -> dict[str, Any]:
     """Return what the arguments of a tool call hold.
 
     Args:
-        text: As a model wrote it; "" for none.
+        given: An object, or its text as a model wrote it; "" or null for none.
         where: What errors call it.
         param: The field at fault.
 
     Raises:
-        RequestError: If it is no JSON, or holds too much.
+        RequestError: If it is no object, or holds too much.
     """
-    raw = (text or "{}").encode()
-    check_json_size(raw, where, param=param)
-    try:
-        return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as exc:
-        raise RequestError(f"{where} is {shown(text)}: must be a JSON text ({exc})", param=param) from exc
+    arguments = given or "{}" if isinstance(given, str) else given
+    if isinstance(arguments, str):
+        raw = arguments.encode()
+        check_json_size(raw, where, param=param)
+        try:
+            arguments = msgspec.json.decode(raw)
+        except (msgspec.DecodeError, RecursionError) as exc:
+            raise RequestError(f"{where} is {shown(given)}: must be a JSON text ({exc})", param=param) from exc
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, dict):  # templates go through its keys
+        raise RequestError(f"{where} is {shown(given)}: must be a JSON object, or the text of one", param=param)
+    return arguments

@@ -33,7 +33,7 @@ LIMITS: dict[str, dict[str, Any]] = {
     "frequency_penalty": _PENALTY,
     "input": {"minItems": 1},
     "logit_bias": {
-        "maxProperties": MAX_BIASED_TOKENS, "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "maxProperties": MAX_BIASED_TOKENS, "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
     },
     "logprobs": _LOGPROBS,

@@ -187,7 +187,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
 
 
 def _token_id(key: str) -> int:
-    if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+    # one way to write each: of two entries for a token nobody could say which counts
+    if not (key.isascii() and key.isdecimal() and len(key) <= 10 and (key == "0" or key[0] != "0")):
         raise RequestError(f"logit_bias has the key {shown(key)}: must be a token id", param="logit_bias")
     return int(key)
 

@@ -17,9 +17,13 @@ _INLINE_BYTES = 65_536  # of a body; what more holds is counted on a thread
 _MAX_REREAD_BYTES = 2**20  # of a body that is decoded once more to show a wrong value
 _MAX_REASON_CHARS = 200  # msgspec repeats a whole value where it has no enum or tag for it
 
+_NOTHING = object()
 _AT_PATH = re.compile(r" - at `\$(.*)`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
+_SOME_VALUE = "[...]"  # how msgspec calls one of an object's values, whose key it does not say
+_GOT = re.compile(r"got `(\w+)`$")
+_KINDS = {dict: "object", list: "array", str: "str", int: "int", float: "float", bool: "bool", type(None): "null"}
 
 
 class BodyReader:
@@ -87,8 +91,9 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 def _field_error(body: bytes, message: str) -> RequestError:
     match = _AT_PATH.search(message)
-    path = match[1].lstrip(".") if match else ""
     reason = _AT_PATH.sub("", message)
+    at = _with_key(body, match[1], reason) if match else ""
+    path = at.lstrip(".")
     if len(reason) > _MAX_REASON_CHARS:
         reason = f"{reason[:_MAX_REASON_CHARS]}..."
     missing = _MISSING.search(reason)
@@ -97,18 +102,37 @@ def _field_error(body: bytes, message: str) -> RequestError:
         return RequestError(f"{name} is missing: it is required", param=name)
     if not path:
         return RequestError(f"the body is wrong: {reason}", param=None)
-    return RequestError(f"{path} is {_value_at(body, match[1] if match else '')}: {reason}", param=path)
+    return RequestError(f"{path} is {_shown_at(body, at)}: {reason}", param=path)
 
 
-def _value_at(body: bytes, path: str) -> str:
-    """Return the value at a msgspec path, for an error message; never raises."""
+def _with_key(body: bytes, path: str, reason: str) -> str:
+    """Put the key of the first value that msgspec can mean into a path that ends without it."""
+    got = _GOT.search(reason)
+    if not path.endswith(_SOME_VALUE) or got is None:
+        return path
+    path = path.removesuffix(_SOME_VALUE)
+    values = _value_at(body, path)
+    keys = [key for key, value in values.items() if _KINDS[type(value)] == got[1]] if isinstance(values, dict) else []
+    return f"{path}.{keys[0]}" if keys else path
+
+
+def _shown_at(body: bytes, path: str) -> str:
+    """Return the value at a msgspec path for an error message."""
     if len(body) > _MAX_REREAD_BYTES:
         return "wrong"
+    value = _value_at(body, path)
+    text = "not readable" if value is _NOTHING else msgspec.json.encode(value).decode()
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _value_at(body: bytes, path: str) -> Any:
+    """Return the value at a msgspec path; _NOTHING where there is none, or the body is too long to look again."""
+    if len(body) > _MAX_REREAD_BYTES:
+        return _NOTHING
     try:
         value: Any = msgspec.json.decode(body)
         for name, index in _STEP.findall(path):
             value = value[name] if name else value[int(index)]
-        shown = msgspec.json.encode(value).decode()
     except (msgspec.MsgspecError, LookupError, TypeError, ValueError, RecursionError):
-        return "not readable"
-    return shown if len(shown) <= 100 else f"{shown[:100]}..."
+        return _NOTHING
+    return value

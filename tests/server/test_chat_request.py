@@ -55,12 +55,23 @@ def test_tool_calls_reach_the_template_with_their_arguments_decoded() -> None:
         {"function": None},
         {"function": {"name": 1, "arguments": "{}"}},
         {"function": {"name": "f", "arguments": "{"}},
+        *(
+            {"function": {"name": "f", "arguments": wrong}}
+            for wrong in (0, 5, False, [], [1], "5", "[1]", '"a"', "false")
+        ),
     ],
 )
 def test_a_broken_tool_call_is_refused_with_its_place(call: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=r"^messages\[0\]\.tool_calls\[0\]") as caught:
         template({"role": "assistant", "tool_calls": [call]})
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("none", [None, "", "null", "{}", {}])
+def test_a_tool_call_without_arguments_has_an_empty_object(none: object) -> None:
+    call = {"function": {"name": "f", "arguments": none}}
+    (message,) = template({"role": "assistant", "tool_calls": [call]})
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
 
 
 def test_a_chat_takes_unknown_fields_of_messages_and_of_itself() -> None:

@@ -114,6 +114,14 @@ def test_a_deeply_nested_body_is_at_worst_a_request_error(kind: Any, field: str,
     assert len(message) < 300
 
 
+@pytest.mark.parametrize(("wrong", "shown"), [('"x"', '"x"'), ("null", "null"), ("[]", "[]"), ("true", "true")])
+def test_a_wrong_value_of_an_object_is_named_by_its_key(wrong: str, shown: str) -> None:
+    with pytest.raises(RequestError, match=r"^logit_bias\.17 is ") as caught:
+        decode(b'{"logit_bias":{"3":1,"4":2.5,"17":%b,"18":{}}}' % wrong.encode(), CompletionRequest)
+    assert f"is {shown}: Expected `float`" in str(caught.value)
+    assert caught.value.param == "logit_bias.17"
+
+
 def test_an_enum_s_value_is_shown_in_part() -> None:
     with pytest.raises(RequestError) as caught:
         decode(b'{"messages":[],"tool_choice":"' + b"x" * 5000 + b'"}', ChatCompletionRequest)
