@@ -90,7 +90,8 @@ def test_stream_options_are_for_streams() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "problem"),
     [("logit_bias", {"x": 1}, "has the key 'x'"), ("logit_bias", {"-1": 1}, "key"), ("logit_bias", {"٣": 1}, "key"),
-     ("logit_bias", {"1" * 5000: 1}, "key"), ("logit_bias", {"1": 1, "01": 2}, "key '01'"), ("logit_bias.3", {"3": 101}, "from -100 to 100"),
+     ("logit_bias", {"1" * 5000: 1}, "key"), ("logit_bias", {"1": 1, "01": 2}, "key '01'"),
+     ("logit_bias.3", {"3": 101}, "from -100 to 100"),
      ("logit_bias.3", {"3": float("nan")}, "from -100"), ("logit_bias", {str(i): 1 for i in range(1025)}, "1025"),
      ("allowed_token_ids", [], "is empty"), ("frequency_penalty", 2.1, "from -2 to 2"),
      ("presence_penalty", float("nan"), "from -2 to 2"), ("repetition_penalty", 0, "0.01 to 100"),
