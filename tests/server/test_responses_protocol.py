@@ -39,7 +39,7 @@ def request(**fields: Any) -> ResponseRequest:
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
         ({"metadata": {"k" * 65: "x"}}, "metadata"),
         ({"metadata": {"k": "x" * 513}}, "metadata"),
-        ({"metadata": {"k": 1}}, "metadata[...]"),
+        ({"metadata": {"k": 1}}, "metadata.k"),
         ({"text": {"verbosity": "high"}}, "text.verbosity"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
