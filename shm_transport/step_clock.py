@@ -28,14 +28,12 @@ class StepClock:
     Args:
         cpu_budget: Largest share of a core that waiting inside the windows may take.
         lead_ns: How much earlier a window opens, because whoever waits for it wakes up late.
-        long_lead_ns: The same where the budget allows it, for whoever has something to do before.
     """
 
-    def __init__(self, *, cpu_budget: float, lead_ns: int, long_lead_ns: int = 0) -> None:
+    def __init__(self, *, cpu_budget: float, lead_ns: int) -> None:
         self._least_interval_ns = (_MIN_MARGIN_NS + lead_ns) / cpu_budget
         self._cpu_budget = cpu_budget
         self._lead_ns = lead_ns
-        self._long_lead_ns = max(lead_ns, long_lead_ns)
         self._last_ns = 0
         self._intervals_ns: deque[int] = deque(maxlen=_NUM_SAMPLES)
 
@@ -48,8 +46,12 @@ class StepClock:
         else:
             self._intervals_ns.clear()
 
-    def window(self) -> Window | None:
-        """Return when the next record is likely; None while idle or irregular, or if the budget does not allow it."""
+    def window(self, more_lead_ns: int = 0) -> Window | None:
+        """Return when the next record is likely; None while idle or irregular, or if the budget does not allow it.
+
+        Args:
+            more_lead_ns: Beside `lead_ns`, where the budget allows that too: for something to do before the record.
+        """
         count = len(self._intervals_ns)
         if count < _MIN_SAMPLES or self._intervals_ns[-1] < self._least_interval_ns:
             return None
@@ -60,6 +62,8 @@ class StepClock:
         most_lead_ns = self._cpu_budget * middle_ns - margin_ns  # so that a record in time costs the budget
         if spread_ns > _MAX_JITTER * middle_ns or self._lead_ns > most_lead_ns:
             return None
-        lead_ns = self._long_lead_ns if self._long_lead_ns <= most_lead_ns else self._lead_ns
+        lead_ns = self._lead_ns + more_lead_ns
+        if lead_ns > most_lead_ns:
+            lead_ns = self._lead_ns
         due_ns = self._last_ns + middle_ns
         return Window(due_ns - margin_ns - lead_ns, due_ns - margin_ns, due_ns + margin_ns)

@@ -17,7 +17,7 @@ STRATEGIES = ("block", "adaptive", "spin")
 
 _LEAD_NS = 250_000  # from the waiter thread's time-out to a spinning loop: 150 us as a rule
 _REHEARSAL_NS = 300_000  # that must be left for one: it runs lines that nobody has run since the last step
-_LONG_LEAD_NS = _LEAD_NS + 450_000
+_REHEARSAL_LEAD_NS = 450_000  # for which windows open earlier
 _CHECK_NS = 1_000_000_000  # how often the spare core is looked for
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -72,7 +72,7 @@ class AdaptiveWaiter:
     def __init__(self, consumer: Consumer, has_spare_core: Callable[[], bool], cpu_budget: float = 0.1) -> None:
         self._consumer = consumer
         self._block = BlockWaiter(consumer)
-        self._clock = StepClock(cpu_budget=cpu_budget, lead_ns=_LEAD_NS, long_lead_ns=_LONG_LEAD_NS)
+        self._clock = StepClock(cpu_budget=cpu_budget, lead_ns=_LEAD_NS)
         self._has_spare_core = has_spare_core
         self._may_spin = has_spare_core()
         self._checked_ns = time.monotonic_ns()
@@ -92,7 +92,8 @@ class AdaptiveWaiter:
 
     async def wait(self, timeout_s: float) -> None:
         """Block until the window opens, spin while it is open, block again; ends as BlockWaiter.wait does."""
-        window = self._clock.window() if self._may_spin else None
+        more_lead_ns = 0 if self.rehearse is None else _REHEARSAL_LEAD_NS
+        window = self._clock.window(more_lead_ns) if self._may_spin else None
         now_ns = time.monotonic_ns()
         if now_ns - self._checked_ns > _CHECK_NS:
             self._checked_ns, self._may_spin = now_ns, self._has_spare_core()

@@ -52,10 +52,10 @@ def test_steps_so_close_that_waiting_would_exceed_the_budget_have_none() -> None
 
 @pytest.mark.parametrize(("interval_ms", "lead_ms"), [(20, 4), (7, 1)], ids=["long", "only the short one"])
 def test_a_window_opens_as_early_as_the_budget_allows(interval_ms: float, lead_ms: float) -> None:
-    clock = StepClock(cpu_budget=0.5, lead_ns=MS, long_lead_ns=4 * MS)
+    clock = StepClock(cpu_budget=0.5, lead_ns=MS)
     for n in range(20):
         clock.note(1000 * MS + int(n * interval_ms * MS))
-    window = clock.window()
+    window = clock.window(more_lead_ns=3 * MS)
     assert window is not None
     assert window.likely_ns - window.opens_ns == lead_ms * MS
 

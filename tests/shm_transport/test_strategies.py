@@ -88,7 +88,7 @@ class StubClock:
     def note(self, published_ns: int) -> None:
         pass
 
-    def window(self) -> strategies.Window:
+    def window(self, more_lead_ns: int = 0) -> strategies.Window:  # noqa: ARG002  # the real clock's
         now_ns = time.monotonic_ns()
         return strategies.Window(now_ns - 1, now_ns, now_ns + 200_000_000)
 
@@ -109,7 +109,7 @@ async def test_a_window_that_closes_without_a_record_ends_in_blocking(step_segme
     writer, reader, waiter = make(step_segment, "adaptive")
     assert isinstance(waiter, AdaptiveWaiter)
     windows = iter([StubClock().window()])
-    waiter._clock.window = lambda: next(windows, None)  # type: ignore[method-assign]
+    waiter._clock.window = lambda _: next(windows, None)  # type: ignore[method-assign]
     task = asyncio.create_task(read_one(reader, waiter))
     while not waiter.num_spins_missed:
         await asyncio.sleep(0.01)
@@ -129,7 +129,7 @@ async def test_a_window_begins_with_a_rehearsal_if_the_record_is_not_near(
     waiter = AdaptiveWaiter(reader.consumer, has_spare_core=lambda: True)
     now_ns = time.monotonic_ns()
     windows = iter([strategies.Window(now_ns, now_ns + left_ns, now_ns + 10_000_000_000)])
-    waiter._clock.window = lambda: next(windows, None)  # type: ignore[method-assign]
+    waiter._clock.window = lambda _: next(windows, None)  # type: ignore[method-assign]
     rehearsals: list[int] = []
     waiter.rehearse = lambda: rehearsals.append(reader.consumer.num_pending)
     task = asyncio.create_task(read_one(reader, waiter))
@@ -137,6 +137,17 @@ async def test_a_window_begins_with_a_rehearsal_if_the_record_is_not_near(
     writer.publish(step(4))
     assert await task == 4
     assert rehearsals == [0] * expected
+    waiter.close()
+
+
+async def test_windows_open_earlier_only_where_there_is_a_rehearsal(step_segment: Segment) -> None:
+    _, reader, _ = make(step_segment, "block")
+    waiter = AdaptiveWaiter(reader.consumer, has_spare_core=lambda: True)
+    leads: list[int] = []
+    waiter._clock.window = leads.append  # type: ignore[method-assign,assignment]
+    for waiter.rehearse in (None, lambda: None):
+        await waiter.wait(timeout_s=0.001)
+    assert leads[0] == 0 < leads[1]
     waiter.close()
 
 
