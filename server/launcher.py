@@ -238,7 +238,8 @@ def _terminating_signals() -> Iterator[None]:
 
 def _banner(serving: Serving, config: ServeConfig, url: str, elapsed_s: float) -> str:
     option, where = (f" --unix-socket {config.uds}", f", Unix socket {config.uds}") if config.uds else ("", "")
-    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": true}'
+    messages = '[{"role": "user", "content": "What is the capital of France?"}]'
+    body = f'{{"messages": {messages}, "temperature": 0, "stream": true}}'
     return (
         f"ringserve {serving.version} serves {serving.model_names[0]} at {url}/v1{where} (ready in {elapsed_s:.1f} s)\n"
         f"Try it:\n  curl -N{option} {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
