@@ -112,10 +112,13 @@ class TransportSink:
         await until_disconnect(receive)
 
 
-def _num_unsent(transport: asyncio.Transport) -> int:
-    """Return the bytes that the kernel holds for the client."""
+def _num_in_kernel(transport: asyncio.Transport) -> int:
+    """Return the bytes that the kernel holds for the client; 0 once the socket is closed."""
     connection = transport.get_extra_info("socket")
-    return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    try:
+        return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    except OSError:  # TLS tells the protocol one turn of the loop later
+        return 0
 
 
 def _unbind(cycle: RequestResponseCycle) -> None:
@@ -147,7 +150,7 @@ class RingserveProtocol(HttpToolsProtocol):
         self._num_unused_bytes = 0  # received since there was the last head or part of a body
         self._refusal = ""  # why the parser was stopped
         self._receiving_since_s: float | None = self.loop.time()  # of a request that is not all there
-        self._stall = (0, 0.0)  # bytes that wait for the client, and since when so many
+        self._stall = (-1, 0.0)  # bytes that wait for the client, and since when so many
 
     def data_received(self, data: bytes) -> None:
         """Take it up now or, where many send at once, soon: until then nothing more is read. A GET is cheap."""
@@ -186,10 +189,14 @@ class RingserveProtocol(HttpToolsProtocol):
 
     def stalled_s(self, now_s: float) -> float:
         """Return for how long the client, for whom output waits, has read nothing. As seen by those who ask."""
-        num_bytes = self.transport.get_write_buffer_size() + _num_unsent(self.transport)
+        num_bytes = self.num_unsent()
         if num_bytes != self._stall[0]:  # while writing is paused only the client's reading changes it
             self._stall = (num_bytes, now_s)
         return now_s - self._stall[1]
+
+    def num_unsent(self) -> int:
+        """Return the bytes that wait for the client, here and in the kernel."""
+        return self.transport.get_write_buffer_size() + _num_in_kernel(self.transport)
 
     def receiving_s(self, now_s: float) -> float:
         """Return how long the head has been on its way, or the body has paused; 0 if nothing is missing."""

@@ -29,7 +29,7 @@ from server.cors import Cors, CorsPolicy
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
 from server.kept_memory import KeptMemory, trim_memory
-from server.listener import bound, listen, tls_context, url_of
+from server.listener import accept, bound, listen, tls_context, url_of
 from server.request_body import BodyReader
 from server.request_log import RequestLog
 from server.response_store import ResponseStore
@@ -67,6 +67,7 @@ class Server(uvicorn.Server):
             receive_timeout_s=serve_config.receive_timeout,
         )
         self._sweep = ConnectionSweep(self.server_state.connections, limits)
+        self._acceptor: asyncio.Server | None = None
         self._death_task: asyncio.Task[None] | None = None
         self._throughput_log = ThroughputLog(llm.metrics)
         self._kept_memory = KeptMemory()
@@ -77,7 +78,12 @@ class Server(uvicorn.Server):
             self._llm.call_on_death(self._on_engine_death)
         if not self._serve_config.disable_log_stats:
             self._throughput_log.start()
-        await super().startup(sockets)
+        await super().startup(sockets=[])  # it would give TLS handshakes a minute, whatever the limit
+        make_protocol = functools.partial(
+            RingserveProtocol, self.config, self.server_state, self.lifespan.state, turns=Turns()
+        )
+        (listener,) = sockets or []
+        self._acceptor = await accept(listener, make_protocol, self.config.ssl, self._serve_config.receive_timeout)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal is gone; uvicorn knows the others
             signal.signal(signal.SIGHUP, self.handle_exit)
         self._sweep.start()
@@ -108,6 +114,8 @@ class Server(uvicorn.Server):
         if self.exit_status:
             left_s = _DEATH_GRACE_S
         self.config.timeout_graceful_shutdown = left_s  # type: ignore[assignment]  # wait_for takes fractions too
+        if self._acceptor is not None:
+            self._acceptor.close()  # without wait_closed, as uvicorn has it: handshakes that never end would hold it up
         await super().shutdown(sockets)
         self._sweep.stop()
         self._kept_memory.stop()
@@ -203,7 +211,6 @@ def _uvicorn_config(
     uvicorn_config = uvicorn.Config(
         app,
         root_path=config.root_path,
-        http=functools.partial(RingserveProtocol, turns=Turns()),  # type: ignore[arg-type]  # whatever makes one will do
         loop="uvloop",
         ws="none",
         lifespan="on",

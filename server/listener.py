@@ -1,10 +1,12 @@
 """The listening socket: a TCP port or a Unix socket, bound before anything is loaded; and the TLS context around it."""
 
+import asyncio
 import contextlib
+import math
 import socket
 import ssl
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from server.config import ServeConfig
@@ -50,6 +52,33 @@ def listen(listener: socket.socket, config: ServeConfig) -> None:
         listener.listen(_BACKLOG)
     except OSError as exc:
         raise StartupError(f"cannot listen at {config.uds or f'{config.host}:{config.port}'}: {exc.strerror}") from exc
+
+
+async def accept(
+    listener: socket.socket,
+    make_protocol: Callable[[], asyncio.BaseProtocol],
+    tls: ssl.SSLContext | None,
+    receive_timeout_s: float,
+) -> asyncio.Server:
+    """Take up the connections that come, until the result is closed.
+
+    Args:
+        listener: What `listen` was called for.
+        make_protocol: Called for each connection, after its TLS handshake.
+        tls: Of `tls_context`.
+        receive_timeout_s: A client whose handshake takes longer is cut off; 0: never.
+    """
+    create_server = asyncio.get_running_loop().create_server
+    if tls is None:
+        return await create_server(make_protocol, sock=listener, backlog=_BACKLOG)
+    return await create_server(
+        make_protocol,
+        sock=listener,
+        backlog=_BACKLOG,
+        ssl=tls,
+        ssl_handshake_timeout=receive_timeout_s or math.inf,
+        ssl_shutdown_timeout=math.inf,  # connection_sweep.py knows whether the client still reads
+    )
 
 
 def tls_context(config: ServeConfig) -> ssl.SSLContext | None:
