@@ -146,7 +146,7 @@ def serve(config: ServeConfig) -> int:
     started_s = time.monotonic()
     keys = read_keys(config)
     tls = tls_context(config)
-    with bound(config) as listener, _terminating_signals(), _tracing(config) as tracer:
+    with _terminating_signals(), bound(config) as listener, _tracing(config) as tracer:
         llm = AsyncLLM.from_config(config)
         try:
             serving = _serving(config, llm)
@@ -230,8 +230,8 @@ def _terminating_signals() -> Iterator[None]:
     """Make a signal to end during start-up unwind, so that nothing is left behind; further ones do not disturb that."""
 
     def leave(signum: int, _: FrameType | None) -> None:
-        for each in heard:
-            signal.signal(each, signal.SIG_IGN)
+        for each in heard:  # not SIG_IGN: Python complains of one that had come before it
+            signal.signal(each, lambda *_: None)
         sys.exit(128 + signum)
 
     heard = [each for each in _ENDING_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
@@ -240,7 +240,8 @@ def _terminating_signals() -> Iterator[None]:
         yield
     finally:
         for each, handler in previous.items():
-            signal.signal(each, handler)
+            has_come = signal.getsignal(each) is not leave
+            signal.signal(each, signal.SIG_IGN if has_come else handler)  # Python's own last steps need no other
 
 
 def _banner(serving: Serving, config: ServeConfig, url: str, elapsed_s: float) -> str:

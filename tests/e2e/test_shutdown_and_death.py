@@ -229,6 +229,21 @@ def test_two_signals_during_start_up_leave_nothing(sig: signal.Signals, wait) ->
     wait(lambda: not any(f"ringserve-{server.pid}-" in path.name for path in names.iterdir()), 5)
 
 
+@pytest.mark.parametrize("delay_ms", range(0, 60, 6))
+def test_another_signal_while_start_up_is_undone_changes_nothing(delay_ms: int, tmp_path: Path, wait) -> None:
+    path = tmp_path / "socket"
+    command = [*CLI, "serve", *SYNTHETIC, "--uds", str(path)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait(path.exists, 30)
+    server.terminate()
+    time.sleep(delay_ms / 1000)  # any moment is right
+    server.send_signal(signal.SIGHUP)
+    _, stderr = server.communicate(timeout=30)
+    assert server.returncode in (128 + signal.SIGTERM, 128 + signal.SIGHUP)  # of two at once the lower comes first
+    assert "Traceback" not in stderr
+    assert not path.exists()
+
+
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
     return process.poll() is not None
 
