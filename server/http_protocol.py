@@ -17,6 +17,7 @@ from typing import Any
 from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from server.errors import RequestError, ShuttingDownError
 from server.sink import EXTENSION, DeltaWriter, Headers, until_disconnect
 from server.turns import Turns
 
@@ -208,6 +209,11 @@ class RingserveProtocol(HttpToolsProtocol):
         """Close a connection whose request does not come."""
         self._refuse(408, f"the request was not complete within {limit_s:g} s")
 
+    def refuse_at_end(self, message: str) -> None:
+        """Close the connection of a server that ends; what its client does not take has to be cut off."""
+        if not self.transport.is_closing():
+            self._refuse(503, message, ShuttingDownError.type)
+
     def on_message_begin(self) -> None:
         """Note that a head begins."""
         self._num_head_bytes = self._num_headers = 0
@@ -283,10 +289,10 @@ class RingserveProtocol(HttpToolsProtocol):
         if self._refusal:
             raise _RefusedError
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, status: int, message: str, error_type: str = RequestError.type) -> None:
         """Close the connection; with an error, unless that would stand in, or for, the response to another request."""
         if self._is_first_unanswered():
-            error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
+            error = {"message": message, "type": error_type, "param": None, "code": status}
             body = json.dumps({"error": error}).encode()
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 _TOLD_LIMIT_S = 2.5  # how long clients may take to read that the engine has died
 _HEALTH_503_S = 1.1  # /health answers 503 for so long after the last of them was told
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # where they are not ignored, as SIGHUP is by nohup
-_LAST_WORDS_S = 0.1  # for error events to leave when a second signal ends everything
+_LAST_WORDS_S = 0.1  # for errors to leave when a second signal ends everything, or connections are cut off
+_CUT_OFF_S = 1.0  # for connections that were cut off to be gone; more than it takes
 _DRAIN_POLL_S = 0.05
 _GRACE_S = 1.0  # from the drain's deadline, when streams get their error event, to cutting connections
 _DEATH_GRACE_S = 0.2  # the same after the engine's death: they had _TOLD_LIMIT_S before
@@ -113,17 +114,30 @@ class Server(uvicorn.Server):
         left_s = max(deadline_s - time.monotonic(), 0.0) + _GRACE_S  # for answers that are made, and on their way
         if self.exit_status:
             left_s = _DEATH_GRACE_S
-        self.config.timeout_graceful_shutdown = left_s  # type: ignore[assignment]  # wait_for takes fractions too
+        cutting_off = asyncio.get_running_loop().create_task(self._cut_off(left_s))
+        self.config.timeout_graceful_shutdown = left_s + _CUT_OFF_S  # type: ignore[assignment]  # fractions too
         if self._acceptor is not None:
             self._acceptor.close()  # without wait_closed, as uvicorn has it: handshakes that never end would hold it up
         await super().shutdown(sockets)
+        cutting_off.cancel()
         self._sweep.stop()
         self._kept_memory.stop()
         self._throughput_log.stop()
         if self.force_exit:
             self._llm.fail_all(ShuttingDownError("the server was told twice to end"))
-            await asyncio.sleep(_LAST_WORDS_S)
+            await self._cut_off(_LAST_WORDS_S)
             await self.lifespan.shutdown()  # which uvicorn leaves out then, and cancels with a traceback
+
+    async def _cut_off(self, after_s: float) -> None:
+        """End connections whose requests never came, or that nobody reads; uvicorn cancels them, with tracebacks."""
+        await asyncio.sleep(after_s)
+        connections: set[Any] = self.server_state.connections
+        for connection in [*connections]:
+            connection.refuse_at_end("the server is shutting down, and the request was not complete")
+        await asyncio.sleep(_LAST_WORDS_S)
+        for connection in [*connections]:
+            connection.transport.abort()
+        await asyncio.sleep(_DRAIN_POLL_S)  # for their tasks to end
 
     def _on_engine_death(self) -> None:
         self.exit_status = 1

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from shm_transport.heartbeat import ALIVE_LIMIT_S
-from tests.e2e.conftest import CLI, send
+from tests.e2e.conftest import CLI, post_bytes, send, send_unread
 
 SYNTHETIC = ("--engine", "synthetic")
 SLOW = (*SYNTHETIC, "--step-time-ms", "20")
@@ -197,6 +197,40 @@ def test_a_second_sigterm_ends_at_once(start_server, wait) -> None:
     assert stream.events[-1] == "[DONE]"
     assert "told twice" in stream.events[-2]
     assert all(line.startswith("INFO ") for line in server.stderr.splitlines())
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_clients_that_do_not_read_or_finish_asking_are_cut_off_at_the_end_and_the_log_is_silent(
+    start_server, wait, num_signals: int
+) -> None:
+    server = start_server(*SYNTHETIC, "--drain-timeout", "1" if num_signals == 1 else "50", "--disable-log-stats")
+    body = {"prompt": "a", "max_tokens": 8000, "stream": True, "logprobs": 5}
+    stalled = [send_unread(server.port, "/v1/completions", **body) for _ in range(3)]
+    wait(lambda: server.load()["num_requests_running"] == 0, 30)  # their output waits for them
+    with send(server.port, "/v1/completions", prompt="a", max_tokens=1) as client:
+        assert b" 200 OK" in client.recv(100)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as half:
+        half.sendall(post_bytes("/v1/completions", {"prompt": "a"})[:-3])
+        server.process.send_signal(signal.SIGTERM)
+        wait(lambda: refuses_connections(server.port), 10)
+        if num_signals == 2:
+            server.process.send_signal(signal.SIGTERM)
+        answer = b"".join(iter(lambda: half.recv(10_000), b""))
+    assert server.wait(10) == 0
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert json.loads(content)["error"]["type"] == "ServiceUnavailableError"
+    assert [line for line in server.stderr.splitlines() if "configuration" not in line] == []
+    for client in stalled:
+        client.close()
+
+
+def refuses_connections(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return True
+    return False
 
 
 def test_a_closed_terminal_drains_the_server(start_server, wait) -> None:
