@@ -1,7 +1,7 @@
 """API keys: who may use the server, and how many requests each may have at once. A pure ASGI layer, one look a request.
 
-Where CORS is on, its layer is around this one, so that a page can read a 401 too. A token costs nothing here: a stream
-goes past ASGI `send`, straight to its transport.
+Where CORS is on, its layer is around this one: a page can read a 401 too, and what browsers ask first needs no key.
+A token costs nothing here: a stream goes past ASGI `send`, straight to its transport.
 """
 
 import hashlib
@@ -73,7 +73,7 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one request."""
-        if scope["type"] != "http" or scope["method"] == "OPTIONS" or _is_open(scope):
+        if scope["type"] != "http" or _is_open(scope):
             await self._app(scope, receive, send)
             return
         try:

@@ -133,6 +133,7 @@ class ServeConfig:
             if not _ORIGIN.fullmatch(origin):
                 raise StartupError(f"--allowed-origins has {origin!r}: write * or scheme://host[:port], without a path")
         self._check_adapters()
+        self._check_names()
         if self.otlp_traces_endpoint is not None and not _HTTP_URL.match(self.otlp_traces_endpoint):
             raise StartupError(
                 f"--otlp-traces-endpoint is {self.otlp_traces_endpoint!r}: must be http://HOST:PORT or "
@@ -187,6 +188,14 @@ class ServeConfig:
                 raise StartupError(f"--adapters is {adapter}: the name is another model's already")
         if names and self.engine != "model":
             raise StartupError(f"--adapters is for --engine model: {self.engine} has none")
+
+    def _check_names(self) -> None:
+        """Raise StartupError for a model's name that no JSON can have, or that would break a line of the log."""
+        for name in (*(self.served_model_name or (self.model or "default",)), *self.adapter_names):
+            if not name or not name.isprintable():
+                raise StartupError(
+                    f"a model's name is {name!r}: must have characters, printable ones alone (--served-model-name)"
+                )
 
     def _given(self, *names: str) -> dict[str, int]:
         """Return those of the fields that are set; the engine has defaults for the others."""

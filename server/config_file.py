@@ -5,6 +5,8 @@ One rule: command line, then environment, then file, then default; a list of one
 
 import dataclasses
 import json
+import re
+import stat
 import tomllib
 import types
 import typing
@@ -20,6 +22,9 @@ from server.errors import StartupError, shown
 PREFIX = "RINGSERVE_"
 _OTHERS = ("RINGSERVE_CACHE", "RINGSERVE_CONFIG")  # variables that are no settings of the server
 _MAX_BITS = 63  # of a whole number: every setting's limit is far below
+_MAX_BYTES = 2**20  # of a file; one with every setting has a few thousand
+_MAPPING = yaml.SafeLoader.DEFAULT_MAPPING_TAG
+_TOML_KEY = re.compile(r"""^[ \t]*["']?([\w-]+)["']?[ \t]*=""", re.MULTILINE)
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _FIELDS = {field.name: field for field in dataclasses.fields(ServeConfig)}
 
@@ -51,32 +56,74 @@ def of_file(file: str) -> dict[str, Any]:
         StartupError: If it cannot be read, or naming the key that is unknown or has a value of another type.
     """
     values: dict[str, Any] = {}
-    for key, value in _read(Path(file)).items():
+    text = _text_of(Path(file))
+    for key, value in _parse(Path(file), text).items():
         field = _FIELDS.get(str(key).replace("-", "_"))
         if field is None:
             raise StartupError(f"{file}: {shown(key)} is no setting: 'ringserve serve --help' lists them")
         if field.name in values:
-            raise StartupError(f"{file}: {key} is there twice, with - and with _")
+            raise StartupError(f"{file}: {key} is there twice, with - and with _{_lines(text, field.name)}")
         if value is not None:  # YAML's way to leave a key empty
             values[field.name] = _checked(field, value, f"{file}: {key}")
     return values
 
 
-def _read(path: Path) -> dict[Any, Any]:
+def _text_of(path: Path) -> str:
+    """Read a file of a known kind; a pipe, which may never come to its end, is none."""
+    if path.suffix not in (".toml", ".yaml", ".yml"):
+        raise StartupError(f"--config: {path} is of no known kind: name it .toml, .yaml or .yml")
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
+            raise StartupError(f"--config: {path} must be a regular file of at most {_MAX_BYTES} bytes")
+        return path.read_text("utf-8-sig")
+    except (OSError, ValueError) as exc:  # ValueError: no UTF-8, or a path with NUL
+        raise StartupError(f"--config: cannot read {path}: {exc}") from exc
+
+
+def _parse(path: Path, text: str) -> dict[Any, Any]:
     try:
         if path.suffix == ".toml":
-            return tomllib.loads(path.read_text("utf-8-sig"))
-        if path.suffix in (".yaml", ".yml"):
-            content = yaml.safe_load(path.read_text("utf-8-sig"))
-        else:
-            raise StartupError(f"--config: {path} is of no known kind: name it .toml, .yaml or .yml")
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:  # ValueError: no UTF-8, TOML, number or date
+            return _parse_toml(text)
+        return _parse_yaml(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as exc:  # ValueError: no TOML, or no number or date
         raise StartupError(f"--config: cannot read {path}: {exc}") from exc
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise StartupError(f"--config: {path} must hold keys and values")
-    return content
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as exc:
+        keys = _TOML_KEY.findall(text)
+        if "overwrite" in str(exc) and (twice := [key for key in keys if keys.count(key) > 1]):
+            raise ValueError(f"{shown(twice[0])} is there twice{_lines(text, twice[0])}") from exc
+        raise
+
+
+def _parse_yaml(text: str) -> dict[Any, Any]:
+    """Return what `yaml.safe_load` does, but of no mapping that has a key twice, whose last value would count."""
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return {}
+        if not isinstance(node, yaml.MappingNode) or node.tag != _MAPPING:
+            raise ValueError("it must hold keys and values")
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ValueError(f"{shown(key)} is there twice{_lines(text, key)}")
+        content: dict[Any, Any] = loader.construct_document(node)
+        return content
+    finally:
+        loader.dispose()
+
+
+def _lines(text: str, key: str) -> str:
+    """Return where a key stands that is there twice, for a message; nothing where lines do not begin with it."""
+    begin = re.compile(rf"\s*[\"']?{'[-_]'.join(map(re.escape, re.split('[-_]', key)))}[\"']?\s*[=:]")
+    numbers = [str(number) for number, line in enumerate(text.splitlines(), 1) if begin.match(line)]
+    return f", in lines {' and '.join(numbers)}" if len(numbers) > 1 else ""
 
 
 def plain_type(annotation: Any) -> type:
@@ -127,7 +174,8 @@ def _checked(field: "dataclasses.Field[Any]", value: Any, where: str) -> Any:
         parts = [value] if isinstance(value, str) else value
         if isinstance(parts, list) and all(isinstance(part, str) for part in parts):
             return tuple(parts)
-        raise StartupError(f"{where} is {shown(value)}: must be a list of texts")
+        is_value = f" is {shown(value)}" if field.repr else ""  # else it is a secret
+        raise StartupError(f"{where}{is_value}: must be a list of texts")
     if type(value) is int and value.bit_length() > _MAX_BITS:
         raise StartupError(f"{where} is a number of {value.bit_length()} bits: at most {_MAX_BITS}")
     if kind is float and type(value) is int:

@@ -15,6 +15,7 @@ from typing import Any
 from server.http_protocol import RingserveProtocol
 
 _PERIOD_S = 1.0
+_TLS_END_S = 1.0  # for a client to confirm that a TLS connection ends; many never do
 _LOOKS = 4  # in the shortest of the limits
 _TCP_INFO_BYTES = 64
 _LAST_DATA_SENT = struct.Struct("=44xI")  # tcpi_last_data_sent, ms, of Linux' struct tcp_info
@@ -54,6 +55,9 @@ class ConnectionSweep:
 
     def _look(self, connection: RingserveProtocol, now_s: float) -> None:
         limits = self._limits
+        if connection.transport.is_closing():
+            self._look_at_closing(connection, now_s)
+            return
         if connection.flow.write_paused:
             if limits.write_timeout_s and connection.stalled_s(now_s) >= limits.write_timeout_s:
                 connection.transport.abort()
@@ -68,6 +72,12 @@ class ConnectionSweep:
                 sink.on_idle()
                 quiet_s = 0.0
             sink.next_look_s = now_s + limits.keep_alive_s - quiet_s
+
+    def _look_at_closing(self, connection: RingserveProtocol, now_s: float) -> None:
+        """Cut off a client that takes neither the rest of its output nor, over TLS, the connection's end."""
+        limit_s = self._limits.write_timeout_s if connection.num_unsent() else _TLS_END_S
+        if limit_s and connection.stalled_s(now_s) >= limit_s:
+            connection.transport.abort()
 
 
 def _quiet_s(transport: asyncio.Transport) -> float:

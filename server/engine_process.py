@@ -58,8 +58,6 @@ class EngineProcess:
         Raises:
             StartupError: If shared memory is too small, or the engine could not load.
         """
-        for name in segment.unlink_stale():
-            logger.info("removed /dev/shm/%s, left by a server that was killed", name)
         self._step_timeout_s = step_timeout_s
         self._segments: list[segment.Segment] = []
         self.is_stopping = self.has_died = False
@@ -147,6 +145,8 @@ class EngineProcess:
         self.process.wait()
 
     def _create(self, rings: RingConfig) -> None:
+        for name in segment.unlink_stale():
+            logger.info("removed /dev/shm/%s, left by a server that was killed", name)
         self._base_name, self._epoch = segment.new_base_name(), segment.new_epoch()
         headers = (segment.step_header(rings, self._epoch), segment.request_header(rings, self._epoch))
         for suffix, header in zip(("-step", "-request"), headers, strict=True):

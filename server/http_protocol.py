@@ -19,6 +19,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import is_ssl
 
+from server.errors import RequestError, ShuttingDownError
 from server.sink import EXTENSION, DeltaWriter, Headers, until_disconnect
 from server.turns import Turns
 
@@ -114,10 +115,13 @@ class TransportSink:
         await until_disconnect(receive)
 
 
-def _num_unsent(transport: asyncio.Transport) -> int:
-    """Return the bytes that the kernel holds for the client."""
+def _num_in_kernel(transport: asyncio.Transport) -> int:
+    """Return the bytes that the kernel holds for the client; 0 once the socket is closed."""
     connection = transport.get_extra_info("socket")
-    return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    try:
+        return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    except OSError:  # TLS tells the protocol one turn of the loop later
+        return 0
 
 
 def _unbind(cycle: RequestResponseCycle) -> None:
@@ -149,7 +153,7 @@ class RingserveProtocol(HttpToolsProtocol):
         self._num_unused_bytes = 0  # received since there was the last head or part of a body
         self._refusal = ""  # why the parser was stopped
         self._receiving_since_s: float | None = self.loop.time()  # of a request that is not all there
-        self._stall = (0, 0.0)  # bytes that wait for the client, and since when so many
+        self._stall = (-1, 0.0)  # bytes that wait for the client, and since when so many
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own too
         """Do as uvicorn, less the two addresses, which nothing here asks for: they are half of what it costs."""
@@ -196,10 +200,14 @@ class RingserveProtocol(HttpToolsProtocol):
 
     def stalled_s(self, now_s: float) -> float:
         """Return for how long the client, for whom output waits, has read nothing. As seen by those who ask."""
-        num_bytes = self.transport.get_write_buffer_size() + _num_unsent(self.transport)
+        num_bytes = self.num_unsent()
         if num_bytes != self._stall[0]:  # while writing is paused only the client's reading changes it
             self._stall = (num_bytes, now_s)
         return now_s - self._stall[1]
+
+    def num_unsent(self) -> int:
+        """Return the bytes that wait for the client, here and in the kernel."""
+        return self.transport.get_write_buffer_size() + _num_in_kernel(self.transport)
 
     def receiving_s(self, now_s: float) -> float:
         """Return how long the head has been on its way, or the body has paused; 0 if nothing is missing."""
@@ -210,6 +218,11 @@ class RingserveProtocol(HttpToolsProtocol):
     def refuse_slow_request(self, limit_s: float) -> None:
         """Close a connection whose request does not come."""
         self._refuse(408, f"the request was not complete within {limit_s:g} s")
+
+    def refuse_at_end(self, message: str) -> None:
+        """Close the connection of a server that ends; what its client does not take has to be cut off."""
+        if not self.transport.is_closing():
+            self._refuse(503, message, ShuttingDownError.type)
 
     def on_message_begin(self) -> None:
         """Note that a head begins."""
@@ -286,10 +299,10 @@ class RingserveProtocol(HttpToolsProtocol):
         if self._refusal:
             raise _RefusedError
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, status: int, message: str, error_type: str = RequestError.type) -> None:
         """Close the connection; with an error, unless that would stand in, or for, the response to another request."""
         if self._is_first_unanswered():
-            error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
+            error = {"message": message, "type": error_type, "param": None, "code": status}
             body = json.dumps({"error": error}).encode()
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -29,7 +29,7 @@ from server.cors import Cors, CorsPolicy
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
 from server.kept_memory import KeptMemory, trim_memory
-from server.listener import allow_connections, bound, doubles, listen, tls_context, url_of
+from server.listener import accept, allow_connections, bound, listen, tls_context, url_of
 from server.request_body import BodyReader
 from server.request_log import RequestLog
 from server.response_store import ResponseStore
@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 _TOLD_LIMIT_S = 2.5  # how long clients may take to read that the engine has died
 _HEALTH_503_S = 1.1  # /health answers 503 for so long after the last of them was told
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # where they are not ignored, as SIGHUP is by nohup
-_LAST_WORDS_S = 0.1  # for error events to leave when a second signal ends everything
+_LAST_WORDS_S = 0.1  # for errors to leave when a second signal ends everything, or connections are cut off
+_CUT_OFF_S = 1.0  # for connections that were cut off to be gone; more than it takes
 _DRAIN_POLL_S = 0.05
 _GRACE_S = 1.0  # from the drain's deadline, when streams get their error event, to cutting connections
 _DEATH_GRACE_S = 0.2  # the same after the engine's death: they had _TOLD_LIMIT_S before
@@ -67,6 +68,7 @@ class Server(uvicorn.Server):
             receive_timeout_s=serve_config.receive_timeout,
         )
         self._sweep = ConnectionSweep(self.server_state.connections, limits)
+        self._acceptors: list[asyncio.Server] = []
         self._death_task: asyncio.Task[None] | None = None
         self._throughput_log = ThroughputLog(llm.metrics)
         self._kept_memory = KeptMemory()
@@ -77,7 +79,12 @@ class Server(uvicorn.Server):
             self._llm.call_on_death(self._on_engine_death)
         if not self._serve_config.disable_log_stats:
             self._throughput_log.start()
-        await super().startup(sockets)
+        await super().startup(sockets=[])  # it would give TLS handshakes a minute, whatever the limit
+        make_protocol = functools.partial(
+            RingserveProtocol, self.config, self.server_state, self.lifespan.state, turns=Turns()
+        )
+        (listener,) = sockets or []
+        self._acceptors = await accept(listener, make_protocol, self.config.ssl, self._serve_config.receive_timeout)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal is gone; uvicorn knows the others
             signal.signal(signal.SIGHUP, self.handle_exit)
         self._sweep.start()
@@ -107,15 +114,30 @@ class Server(uvicorn.Server):
         left_s = max(deadline_s - time.monotonic(), 0.0) + _GRACE_S  # for answers that are made, and on their way
         if self.exit_status:
             left_s = _DEATH_GRACE_S
-        self.config.timeout_graceful_shutdown = left_s  # type: ignore[assignment]  # wait_for takes fractions too
+        cutting_off = asyncio.get_running_loop().create_task(self._cut_off(left_s))
+        self.config.timeout_graceful_shutdown = left_s + _CUT_OFF_S  # type: ignore[assignment]  # fractions too
+        for acceptor in self._acceptors:
+            acceptor.close()  # without wait_closed, as uvicorn has it: handshakes that never end would hold it up
         await super().shutdown(sockets)
+        cutting_off.cancel()
         self._sweep.stop()
         self._kept_memory.stop()
         self._throughput_log.stop()
         if self.force_exit:
             self._llm.fail_all(ShuttingDownError("the server was told twice to end"))
-            await asyncio.sleep(_LAST_WORDS_S)
+            await self._cut_off(_LAST_WORDS_S)
             await self.lifespan.shutdown()  # which uvicorn leaves out then, and cancels with a traceback
+
+    async def _cut_off(self, after_s: float) -> None:
+        """End connections whose requests never came, or that nobody reads; uvicorn cancels them, with tracebacks."""
+        await asyncio.sleep(after_s)
+        connections: set[Any] = self.server_state.connections
+        for connection in [*connections]:
+            connection.refuse_at_end("the server is shutting down, and the request was not complete")
+        await asyncio.sleep(_LAST_WORDS_S)
+        for connection in [*connections]:
+            connection.transport.abort()
+        await asyncio.sleep(_DRAIN_POLL_S)  # for their tasks to end
 
     def _on_engine_death(self) -> None:
         self.exit_status = 1
@@ -138,7 +160,7 @@ def serve(config: ServeConfig) -> int:
     started_s = time.monotonic()
     keys = read_keys(config)
     tls = tls_context(config)
-    with bound(config) as listener, _terminating_signals(), _tracing(config) as tracer:
+    with _terminating_signals(), bound(config) as listener, _tracing(config) as tracer:
         llm = AsyncLLM.from_config(config)
         try:
             serving = _serving(config, llm)
@@ -152,9 +174,7 @@ def serve(config: ServeConfig) -> int:
             server = Server(_uvicorn_config(config, serving, keys, tls), llm, config, banner)
             allow_connections()
             listen(listener, config)
-            server.run(
-                sockets=[listener, *doubles(listener)]
-            )  # from here on its own signal handlers: a signal means drain
+            server.run(sockets=[listener])  # from here on its own signal handlers: a signal means drain
         finally:
             llm.kill()
     return server.exit_status
@@ -206,7 +226,6 @@ def _uvicorn_config(
     uvicorn_config = uvicorn.Config(
         app,
         root_path=config.root_path,
-        http=functools.partial(RingserveProtocol, turns=Turns()),  # type: ignore[arg-type]  # whatever makes one will do
         loop="uvloop",
         ws="none",
         lifespan="on",
@@ -226,8 +245,8 @@ def _terminating_signals() -> Iterator[None]:
     """Make a signal to end during start-up unwind, so that nothing is left behind; further ones do not disturb that."""
 
     def leave(signum: int, _: FrameType | None) -> None:
-        for each in heard:
-            signal.signal(each, signal.SIG_IGN)
+        for each in heard:  # not SIG_IGN: Python complains of one that had come before it
+            signal.signal(each, lambda *_: None)
         sys.exit(128 + signum)
 
     heard = [each for each in _ENDING_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
@@ -236,7 +255,8 @@ def _terminating_signals() -> Iterator[None]:
         yield
     finally:
         for each, handler in previous.items():
-            signal.signal(each, handler)
+            has_come = signal.getsignal(each) is not leave
+            signal.signal(each, signal.SIG_IGN if has_come else handler)  # Python's own last steps need no other
 
 
 def _banner(serving: Serving, config: ServeConfig, url: str, elapsed_s: float) -> str:

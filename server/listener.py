@@ -1,11 +1,14 @@
 """The listening socket: a TCP port or a Unix socket, bound before anything is loaded; and the TLS context around it."""
 
+import asyncio
 import contextlib
+import functools
+import math
 import resource
 import socket
 import ssl
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from server.config import ServeConfig
@@ -60,13 +63,34 @@ def allow_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def doubles(listener: socket.socket) -> list[socket.socket]:
-    """Return the same listener again, some times: of each, libuv accepts one connection in a turn of the loop.
+async def accept(
+    listener: socket.socket,
+    make_protocol: Callable[[], asyncio.BaseProtocol],
+    tls: ssl.SSLContext | None = None,
+    receive_timeout_s: float = 0.0,
+) -> list[asyncio.Server]:
+    """Take up the connections that come, until all of the result are closed.
 
-    With one alone, thousands of connections come in as slowly as turns pass; those behind them wait, and once the queue
-    is full the kernel has them try again a second later.
+    libuv accepts one connection of each listener in a turn of the loop, so that thousands at once would come in as
+    slowly as turns pass, and the kernel would have those that its queue has no room for try again a second later. So it
+    listens several times with the one socket; not with TLS, where what follows in a turn, a handshake, takes longer.
+
+    Args:
+        listener: What `listen` was called for.
+        make_protocol: Called for each connection, after its TLS handshake.
+        tls: Of `tls_context`.
+        receive_timeout_s: A client whose handshake takes longer is cut off; 0: never.
     """
-    return [listener.dup() for _ in range(_ACCEPTS - 1)]
+    create_server = functools.partial(asyncio.get_running_loop().create_server, make_protocol, backlog=_BACKLOG)
+    if tls is None:
+        return [await create_server(sock=each) for each in (listener, *(listener.dup() for _ in range(_ACCEPTS - 1)))]
+    acceptor = await create_server(
+        sock=listener,
+        ssl=tls,
+        ssl_handshake_timeout=receive_timeout_s or math.inf,
+        ssl_shutdown_timeout=math.inf,  # connection_sweep.py knows whether the client still reads
+    )
+    return [acceptor]
 
 
 def tls_context(config: ServeConfig) -> ssl.SSLContext | None:

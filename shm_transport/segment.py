@@ -112,16 +112,16 @@ def create(name: str, header: SegmentHeader) -> Segment:
     try:
         shm = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
     except (posix_ipc.Error, OSError, ValueError) as exc:
-        raise SegmentError(f"cannot create the shared-memory segment {name}: {exc}") from exc
+        raise _creation_error(name, header, exc) from exc
     try:
-        _reserve(shm.fd, header.segment_bytes)
+        os.posix_fallocate(shm.fd, 0, header.segment_bytes)
         memory = mmap.mmap(shm.fd, header.segment_bytes)
         filled = posix_ipc.Semaphore(f"{name}-filled", posix_ipc.O_CREX, mode=0o600, initial_value=0)
         free = posix_ipc.Semaphore(f"{name}-free", posix_ipc.O_CREX, mode=0o600, initial_value=header.num_slots)
     except BaseException as exc:
         unlink_names(name)
-        if isinstance(exc, posix_ipc.Error | OSError):  # a full /dev/shm has no room for a semaphore either
-            raise SegmentError(f"cannot create the shared-memory segment {name}: {exc}") from exc
+        if isinstance(exc, posix_ipc.Error | OSError):
+            raise _creation_error(name, header, exc) from exc
         raise
     finally:
         shm.close_fd()
@@ -174,9 +174,17 @@ def unlink_names(name: str) -> None:
 
 
 def unlink_stale(directory: Path = _SHM_DIRECTORY) -> list[str]:
-    """Remove what servers that were killed before their engine attached have left; return the removed file names."""
+    """Remove what servers that were killed before their engine attached have left; return the removed file names.
+
+    Raises:
+        SegmentError: If the directory, without which there is no shared memory, cannot be read.
+    """
     removed = []
-    for path in directory.iterdir():
+    try:
+        paths = [*directory.iterdir()]
+    except OSError as exc:
+        raise SegmentError(f"there is no shared memory: {exc}; mount a tmpfs at {directory}") from exc
+    for path in paths:
         match = _NAME.fullmatch(path.name)
         if match and not process.is_alive(int(match[1]), int(match[2])):
             with contextlib.suppress(OSError):  # another user's, or another start removed it first
@@ -185,18 +193,16 @@ def unlink_stale(directory: Path = _SHM_DIRECTORY) -> list[str]:
     return removed
 
 
-def _reserve(fd: int, num_bytes: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, num_bytes)
-    except OSError as exc:
-        if exc.errno != errno.ENOSPC:
-            raise SegmentError(f"cannot reserve {num_bytes} bytes of shared memory: {exc}") from exc
-        vfs = os.fstatvfs(fd)
-        free = vfs.f_bavail * vfs.f_frsize
-        raise SharedMemoryFullError(
-            f"the ring needs {num_bytes} bytes of shared memory, /dev/shm has {free} free: "
-            "enlarge it (docker: --shm-size), or clean it up"
-        ) from exc
+def _creation_error(name: str, header: SegmentHeader, exc: Exception) -> SegmentError:
+    """Return what an error of the kernel's means; a full /dev/shm has no room for a name or a semaphore either."""
+    if not isinstance(exc, OSError) or exc.errno != errno.ENOSPC:
+        return SegmentError(f"cannot create the shared-memory segment {name} of {header.segment_bytes} bytes: {exc}")
+    free = os.statvfs(_SHM_DIRECTORY)
+    num_files = f" and {free.f_favail} files" if free.f_files else ""  # 0: it counts none
+    return SharedMemoryFullError(
+        f"the ring needs {header.segment_bytes} bytes of shared memory and 3 files, {_SHM_DIRECTORY} has "
+        f"{free.f_bavail * free.f_frsize} bytes{num_files} free: enlarge it (docker: --shm-size), or clean it up"
+    )
 
 
 def _read_header(data: bytes, file_bytes: int, name: str) -> SegmentHeader:

@@ -12,6 +12,14 @@ OPEN = {"/health", "/ready", "/ping"}
 GUARDED = [
     (method, endpoint.path) for endpoint in ENDPOINTS for method in endpoint.methods if endpoint.path not in OPEN
 ]  # fmt: skip
+UNSERVED = [
+    *((method, "/v1/models") for method in ("OPTIONS", "DELETE", "TRACE")),
+    *(
+        (method, path)
+        for method in ("GET", "OPTIONS")
+        for path in ("/", "/docs", "/no/such/route", "/health/", "//ping")
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +47,7 @@ def check_401(response: httpx.Response) -> None:
     assert error["code"] == 401
 
 
-@pytest.mark.parametrize(("method", "path"), [*GUARDED, ("GET", "/no/such/route"), ("GET", "/")])
+@pytest.mark.parametrize(("method", "path"), [*GUARDED, *UNSERVED])
 def test_every_other_route_asks_for_a_key(server: RunningServer, method: str, path: str) -> None:
     check_401(server.client.request(method, path, headers={"content-type": "application/json"}))
 

@@ -1,11 +1,13 @@
 """TLS, Unix sockets and a path prefix, each with a stream that takes the short way to its transport."""
 
 import asyncio
+import contextlib
 import json
 import resource
 import socket
 import ssl
 import subprocess
+import time
 from pathlib import Path
 
 import httpx
@@ -14,8 +16,8 @@ import uvloop
 
 from server.config import ServeConfig
 from server.errors import StartupError
-from server.listener import bound, doubles, listen, tls_context
-from tests.e2e.conftest import CLI
+from server.listener import accept, bound, listen, tls_context
+from tests.e2e.conftest import CLI, wait_until
 
 SYNTHETIC = ("--engine", "synthetic", "--max-model-len", "2048")
 BODY = {"prompt": "a", "max_tokens": 200, "stream": True, "temperature": 0}
@@ -58,6 +60,13 @@ class Started:
         assert self.process.stdout is not None
         self.banner = self.process.stdout.readline()
 
+    @property
+    def port(self) -> int:
+        return int(self.banner.split("/v1")[0].rsplit(":", 1)[-1])
+
+    def num_descriptors(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
     def __enter__(self) -> "Started":
         return self
 
@@ -81,8 +90,7 @@ def test_a_stream_over_tls_is_the_same_stream(certificate, plain_events, tmp_pat
             assert client.post("/v1/completions", json={**BODY, "stream": False}).status_code == 200
         with pytest.raises(httpx.ConnectError), httpx.Client(base_url=url) as client:
             client.get("/health")  # nobody vouches for the certificate
-        port = int(url.rsplit(":")[-1])
-        with socket.create_connection(("127.0.0.1", port)) as raw:  # no TLS at all
+        with socket.create_connection(("127.0.0.1", server.port)) as raw:  # no TLS at all
             raw.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
             assert b"200" not in raw.recv(1000)
 
@@ -99,6 +107,70 @@ def test_a_client_without_a_certificate_is_refused_where_one_is_required(certifi
         context.load_cert_chain(cert, key)
         with httpx.Client(base_url=url, verify=context) as client:
             assert client.get("/health").status_code == 200
+
+
+def client_hello() -> bytes:
+    """Return the first bytes of a TLS handshake."""
+    outgoing = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="a").do_handshake()
+    return outgoing.read()
+
+
+def is_cut(client: socket.socket) -> bool:
+    """Whether the server has closed a connection; what it says first is read."""
+    try:
+        while client.recv(10_000):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+    return True
+
+
+def test_a_tls_client_that_does_not_go_on_is_cut_off_while_others_are_served(certificate) -> None:
+    cert, key = certificate
+    context = ssl.create_default_context(cafile=cert)
+    with Started("--ssl-certfile", cert, "--ssl-keyfile", key, "--receive-timeout", "1") as server:
+        before = server.num_descriptors()
+        started = time.monotonic()
+        silent, trickling, shaken = clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
+        shaken = clients[2] = context.wrap_socket(shaken, server_hostname="localhost")  # which then asks nothing
+        hello = iter(client_hello())
+        with httpx.Client(base_url=f"https://127.0.0.1:{server.port}", verify=context) as other:
+            wait_until(lambda: server.num_descriptors() >= before + 3, 5)
+            for client in clients:
+                client.setblocking(False)
+            while not (is_cut(silent) and is_cut(trickling)):
+                assert time.monotonic() - started < 5 * 1.0
+                with contextlib.suppress(OSError):  # it is cut off
+                    trickling.send(bytes([next(hello)]))
+                assert other.get("/health").status_code == 200
+                time.sleep(0.05)
+            print(f"silent and trickling clients are cut off after {time.monotonic() - started:.1f} s")
+        wait_until(lambda: server.num_descriptors() <= before, 5 * 3.0)
+        print(f"every descriptor is back after {time.monotonic() - started:.1f} s")
+        for client in clients:
+            client.close()
+
+
+def test_tls_clients_that_neither_ask_nor_leave_do_not_hold_up_the_end(certificate) -> None:
+    cert, key = certificate
+    context = ssl.create_default_context(cafile=cert)
+    with Started("--ssl-certfile", cert, "--ssl-keyfile", key, "--drain-timeout", "50") as server:
+        address = ("127.0.0.1", server.port)
+        with (
+            socket.create_connection(address),
+            context.wrap_socket(socket.create_connection(address), server_hostname="localhost") as idle,
+        ):
+            idle.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert b"200 OK" in idle.recv(1000)
+            started = time.monotonic()
+            server.process.terminate()
+            assert server.process.wait(30) == 0
+            print(f"ended after {time.monotonic() - started:.1f} s")
+            assert time.monotonic() - started < 5 * 2.0
 
 
 @pytest.mark.parametrize(
@@ -205,8 +277,7 @@ def test_a_turn_of_the_loop_accepts_many_connections() -> None:
             accepted.append(transport)
 
     async def count_turns(listener: socket.socket) -> int:
-        loop = asyncio.get_running_loop()
-        servers = [await loop.create_server(Accepting, sock=each) for each in (listener, *doubles(listener))]
+        servers = await accept(listener, Accepting)
         clients = [socket.create_connection(listener.getsockname()) for _ in range(num_clients)]
         num_turns = 0
         while len(accepted) < num_clients:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from shm_transport.heartbeat import ALIVE_LIMIT_S
-from tests.e2e.conftest import CLI, send
+from tests.e2e.conftest import CLI, post_bytes, send, send_unread
 
 SYNTHETIC = ("--engine", "synthetic")
 SLOW = (*SYNTHETIC, "--step-time-ms", "20")
@@ -199,6 +199,40 @@ def test_a_second_sigterm_ends_at_once(start_server, wait) -> None:
     assert all(line.startswith("INFO ") for line in server.stderr.splitlines())
 
 
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_clients_that_do_not_read_or_finish_asking_are_cut_off_at_the_end_and_the_log_is_silent(
+    start_server, wait, num_signals: int
+) -> None:
+    server = start_server(*SYNTHETIC, "--drain-timeout", "1" if num_signals == 1 else "50", "--disable-log-stats")
+    body = {"prompt": "a", "max_tokens": 8000, "stream": True, "logprobs": 5}
+    stalled = [send_unread(server.port, "/v1/completions", **body) for _ in range(3)]
+    wait(lambda: server.load()["num_requests_running"] == 0, 30)  # their output waits for them
+    with send(server.port, "/v1/completions", prompt="a", max_tokens=1) as client:
+        assert b" 200 OK" in client.recv(100)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as half:
+        half.sendall(post_bytes("/v1/completions", {"prompt": "a"})[:-3])
+        server.process.send_signal(signal.SIGTERM)
+        wait(lambda: refuses_connections(server.port), 10)
+        if num_signals == 2:
+            server.process.send_signal(signal.SIGTERM)
+        answer = b"".join(iter(lambda: half.recv(10_000), b""))
+    assert server.wait(10) == 0
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert json.loads(content)["error"]["type"] == "ServiceUnavailableError"
+    assert [line for line in server.stderr.splitlines() if "configuration" not in line] == []
+    for client in stalled:
+        client.close()
+
+
+def refuses_connections(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return True
+    return False
+
+
 def test_a_closed_terminal_drains_the_server(start_server, wait) -> None:
     server = start_server(*SLOW)
     stream = StreamReader(server.url, max_tokens=40)
@@ -227,6 +261,21 @@ def test_two_signals_during_start_up_leave_nothing(sig: signal.Signals, wait) ->
     server.send_signal(sig)
     assert server.wait(30) in (128 + sig, -sig, 0)
     wait(lambda: not any(f"ringserve-{server.pid}-" in path.name for path in names.iterdir()), 5)
+
+
+@pytest.mark.parametrize("delay_ms", range(0, 60, 6))
+def test_another_signal_while_start_up_is_undone_changes_nothing(delay_ms: int, tmp_path: Path, wait) -> None:
+    path = tmp_path / "socket"
+    command = [*CLI, "serve", *SYNTHETIC, "--uds", str(path)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait(path.exists, 30)
+    server.terminate()
+    time.sleep(delay_ms / 1000)  # any moment is right
+    server.send_signal(signal.SIGHUP)
+    _, stderr = server.communicate(timeout=30)
+    assert server.returncode in (128 + signal.SIGTERM, 128 + signal.SIGHUP)  # of two at once the lower comes first
+    assert "Traceback" not in stderr
+    assert not path.exists()
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:

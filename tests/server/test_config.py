@@ -60,6 +60,14 @@ def test_an_adapter_without_a_name_of_its_own_is_refused(adapters: tuple[str, ..
         ServeConfig(adapters=adapters, served_model_name=("base",))
 
 
+@pytest.mark.parametrize("name", ["", "a\nb", "\x1b[31m", "\udcff", "a\x00"])
+def test_a_model_s_name_that_breaks_lines_or_is_no_text_is_refused(name: str) -> None:
+    for given in ({"served_model_name": ("a", name)}, {"model": name or "\n"}, {"adapters": (f"{name}=/a",)}):
+        with pytest.raises(StartupError, match=r"a model's name is '.*' *: must have|--adapters is =/a"):
+            ServeConfig(**given)
+    ServeConfig(model=name or None, served_model_name=('a "quoted" \\ näme',))
+
+
 def test_the_synthetic_engine_has_no_adapters() -> None:
     with pytest.raises(StartupError, match="--adapters is for --engine model"):
         ServeConfig(adapters=("a=1",), engine="synthetic")

@@ -1,6 +1,7 @@
 """Settings from a file and from the environment, and who wins."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
     return configs
 
 
-def written(tmp_path: Path, text: str, suffix: str = ".toml") -> str:
+def written(tmp_path: Path, text: str | bytes, suffix: str = ".toml") -> str:
     file = tmp_path / f"config{suffix}"
-    file.write_text(text)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
     return str(file)
 
 
@@ -95,6 +96,53 @@ def test_a_key_or_value_that_does_not_fit_is_named(tmp_path: Path, text: str, me
         config_file.of_file(written(tmp_path, text))
 
 
+@pytest.mark.parametrize("form", ["port: 1\nhost: a\n{}: 2", "a: |\n  port: 0\n{}: 1\nport: 2", "{{port: 1, {}: 2}}"])
+def test_a_yaml_key_that_is_there_twice_is_named_and_not_the_last_one_taken(tmp_path: Path, form: str) -> None:
+    with pytest.raises(StartupError, match=r"config.yaml: 'port' is there twice(, in lines \d( and \d)+)?$"):
+        config_file.of_file(written(tmp_path, form.format("port"), ".yaml"))
+    with pytest.raises(StartupError, match=r"config.yaml: 'port' is there twice, in lines 1 and 3$"):
+        config_file.of_file(written(tmp_path, "port: 1\nhost: a\n'port': 1", ".yaml"))
+
+
+def test_a_toml_key_that_is_there_twice_is_named_with_its_lines(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"config.toml: 'max-body-mb' is there twice, in lines 1 and 3$"):
+        config_file.of_file(written(tmp_path, 'max-body-mb = 1\nhost = "a"\n"max-body-mb" = 2'))
+    with pytest.raises(StartupError, match=r"config.toml: 'api_key' is there twice, in lines 2 and 4$"):
+        config_file.of_file(written(tmp_path, 'host = "a"\napi_key = [\n]\napi_key = [\n  "a"\n]\nport = 1\n'))
+
+
+@pytest.mark.parametrize(("suffix", "sign"), [(".toml", "="), (".yaml", ":")])
+def test_a_key_in_both_spellings_is_named_with_its_lines(tmp_path: Path, suffix: str, sign: str) -> None:
+    text = f"max-body-mb {sign} 1\nport {sign} 1\nmax_body_mb {sign} 2"
+    with pytest.raises(StartupError, match=r"max_body_mb is there twice, with - and with _, in lines 1 and 3$"):
+        config_file.of_file(written(tmp_path, text, suffix))
+
+
+def test_a_merged_yaml_key_may_be_overwritten(tmp_path: Path) -> None:
+    assert config_file.of_file(written(tmp_path, "<<: {port: 1, host: a}\nport: 2", ".yaml")) == {
+        "port": 2,
+        "host": "a",
+    }
+
+
+@pytest.mark.parametrize(("suffix", "text"), [(".toml", "api_key = 12345"), (".yaml", "api_key: {s: 12345}")])
+def test_a_key_of_a_wrong_type_is_not_told(tmp_path: Path, suffix: str, text: str) -> None:
+    with pytest.raises(StartupError, match="api_key") as caught:
+        config_file.of_file(written(tmp_path, text, suffix))
+    assert "12345" not in str(caught.value)
+
+
+def test_what_is_no_file_of_a_sane_size_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pipe, folder, large = tmp_path / "pipe.yaml", tmp_path / "folder.toml", tmp_path / "large.yaml"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    large.touch()
+    os.truncate(large, 2**40)
+    for path in (pipe, folder, large):
+        with pytest.raises(StartupError, match=f"--config: {path} must be a regular file of at most"):
+            config_file.of_file(str(path))
+
+
 @pytest.mark.parametrize(
     ("variable", "text"),
     [("RINGSERVE_PORT", "tcp://10.0.0.1:80"),
@@ -133,11 +181,12 @@ def test_variables_that_mean_nothing_are_known_and_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("suffix", "text"),
     [(".json", "{}"), (".yaml", "- a"), (".yaml", "a: b: c"), (".yml", "text"), (".toml", "a"),
+     (".yaml", "!!set {port}"), (".yaml", b"host: \xff"), (".toml", b'host = "\xff"'),
      (".yaml", "a: " + "[" * 3000), (".toml", "a = " + "[" * 3000), (".yaml", "port: 2020-13-45"),
      (".yaml", "port: 1" + "0" * 5000)],
-    ids=lambda text: text[:20],
+    ids=lambda text: str(text[:20]),
 )  # fmt: skip
-def test_a_file_of_another_kind_is_refused(tmp_path: Path, suffix: str, text: str) -> None:
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, suffix: str, text: str | bytes) -> None:
     with pytest.raises(StartupError, match="--config"):
         config_file.of_file(written(tmp_path, text, suffix))
 

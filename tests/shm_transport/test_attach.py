@@ -189,16 +189,23 @@ def create_in(size: str) -> str:
 
 def test_a_too_small_shared_memory_is_an_error_naming_both_sizes() -> None:
     needed = segment.step_header(RingConfig(), epoch=1).segment_bytes
-    message = f"the ring needs {needed} bytes of shared memory, /dev/shm has {4 * 2**20} free"
+    message = f"the ring needs {needed} bytes of shared memory and 3 files, /dev/shm has {4 * 2**20} bytes"
     result = create_in("4m")
     assert result.startswith(f"SharedMemoryFullError {message}")
     assert result.endswith(" []")  # nothing is left in it
 
 
+@pytest.mark.parametrize("num_files", [0, 1, 2])
+def test_a_shared_memory_without_room_for_every_name_is_an_error_that_says_so(num_files: int) -> None:
+    result = create_in(f"64m,nr_inodes={num_files + 1}")  # one is the directory's
+    assert result.startswith("SharedMemoryFullError the ring needs ")
+    assert re.search(r"and 3 files, /dev/shm has \d+ bytes and [01] files free: enlarge it", result)
+    assert result.endswith(" []")
+
+
 def test_a_shared_memory_without_room_for_the_semaphores_is_an_error() -> None:
     result = create_in(str(segment.step_header(RingConfig(), epoch=1).segment_bytes))
-    assert result.startswith("SegmentError cannot create the shared-memory segment /ringserve-x: ")
-    assert "No space left" in result
+    assert result.startswith("SharedMemoryFullError the ring needs ")
     assert result.endswith(" []")
 
 
@@ -211,6 +218,6 @@ def test_the_kernels_refusal_to_reserve_is_an_error_naming_the_size(monkeypatch:
             raise OSError(number, os.strerror(number))
 
         monkeypatch.setattr(os, "posix_fallocate", refuse)
-        with pytest.raises(error, match=f"{header.segment_bytes} bytes of shared memory"):
+        with pytest.raises(error, match=f"{header.segment_bytes} bytes"):
             segment.create(name, header)
         assert not list(SHM.glob(f"*{name[1:]}*"))

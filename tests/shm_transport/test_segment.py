@@ -7,7 +7,13 @@ import pytest
 
 from shm_transport import process, segment
 from shm_transport.config import RingConfig
-from shm_transport.errors import RecordTooLargeError, SegmentMismatchError, SegmentMissingError, SharedMemoryFullError
+from shm_transport.errors import (
+    RecordTooLargeError,
+    SegmentError,
+    SegmentMismatchError,
+    SegmentMissingError,
+    SharedMemoryFullError,
+)
 from shm_transport.records import RingKind
 from shm_transport.segment import Segment
 
@@ -69,9 +75,14 @@ def test_a_ring_larger_than_shared_memory_is_a_start_up_error_naming_both_sizes(
     config = RingConfig(num_step_slots=2**31)
     header = segment.step_header(config, epoch=1)
     name = segment.new_base_name() + "-step"
-    with pytest.raises(SharedMemoryFullError, match=rf"needs {header.segment_bytes} bytes .* has \d+ free"):
+    with pytest.raises(SharedMemoryFullError, match=rf"needs {header.segment_bytes} bytes .* has \d+ bytes"):
         segment.create(name, header)
     assert files_of(name) == []
+
+
+def test_a_machine_without_shared_memory_is_an_error_that_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SegmentError, match=f"mount a tmpfs at {tmp_path}/shm"):
+        segment.unlink_stale(tmp_path / "shm")
 
 
 def test_the_default_rings_fit_the_shared_memory_of_a_container() -> None:
