@@ -131,11 +131,13 @@ class _TextItem:
         return b',"logprobs":[%b]' % b",".join(self._logprobs[start:])
 
     def close(self, status: str) -> bytes:
-        """Return the events that end it."""
+        """Return the events that end it, after one for the logprobs of tokens without text, such as the last."""
+        rest = self.add("") if self._num_sent_logprobs < len(self._logprobs) else b""
         text, entries = "".join(self._texts), self._entries()
         logprobs = {"logprobs": msgspec.Raw(entries)} if self.kind.has_logprobs else {}
         part = self._part(text, entries)
         return b"".join((
+            rest,
             self._events.event(f"{self.kind.event}.done", **self._where, text=text, **logprobs),
             self._events.event("response.content_part.done", **self._where, part=part),
             self._events.event(

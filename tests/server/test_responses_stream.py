@@ -242,7 +242,8 @@ def test_each_token_has_its_logprobs_also_where_its_text_is_held_back() -> None:
     raw = events.opening(1, b"") + b"".join(events.delta(output, b"") for output in outputs[:-1])
     parsed = parse(raw + events.finish(outputs[-1], b"", is_fingerprinted=True))
     sent = [[entry["bytes"] for entry in event["logprobs"]] for event in parsed if "delta" in event]
-    assert sent == [[[72, 101]], [[0xC3], [0xA9]]]
+    assert sent == [[[72, 101]], [[0xC3], [0xA9]], [list(b"<end>")]]
+    assert [event["delta"] for event in parsed if "delta" in event] == ["He", "\u00e9", ""]
     (message,) = Response.model_validate(parsed[-1]["response"]).output
     entries = message.content[0].logprobs
     assert [entry.bytes for entry in entries] == [[72, 101], [0xC3], [0xA9], list(b"<end>")]
