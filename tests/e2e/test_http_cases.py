@@ -145,10 +145,10 @@ BAD_FIELDS = [
     ("temperature", "-Infinity"), ("temperature", "1e400"), ("top_p", "0"), ("top_p", "1.1"), ("top_p", "true"),
     ("top_k", "-2"), ("top_k", "1.5"), ("top_k", "99999999999"), ("min_p", "-1"), ("min_p", "2"), ("seed", "1.5"),
     ("seed", "9223372036854775808"), ("n", "-1"), ("n", "129"), ("n", "null1"), ("n", '"2"'), ("max_tokens", "0"),
-    ("max_tokens", "-5"), ("max_tokens", "1e3"), ("max_tokens", "true"), ("max_tokens", "99999999"),
+    ("max_tokens", "-5"), ("max_tokens", "1.5"), ("max_tokens", "true"), ("max_tokens", "99999999"),
     ("min_tokens", "-1"), ("min_tokens", "100"), ("stop", '["a","b","c","d","e"]'), ("stop", '[["a"]]'),
     ("stop", "{}"), ("stop", '[null]'), ("stop", '""'), ("stop", '["a", ""]'), ("stop", '"\\udc00"'),
-    ("stop_token_ids", "[-1]"), ("stop_token_ids", "[49152]"), ("stop_token_ids", "[1.0]"), ("stop_token_ids", "5"),
+    ("stop_token_ids", "[-1]"), ("stop_token_ids", "[49152]"), ("stop_token_ids", "[1.5]"), ("stop_token_ids", "5"),
     ("stop_token_ids", '["a"]'), ("stream", '"true"'), ("stream", "1"), ("stream_options", "{}"),
     ("stream_options", "[]"), ("ignore_eos", '"no"'), ("skip_special_tokens", "0"), ("model", "5"),
     ("model", '"another"'), ("logprobs", "21"), ("logprobs", "-1"), ("logprobs", "true"), ("logprobs", '"5"'),
@@ -172,7 +172,7 @@ def test_a_bad_field_is_named_also_when_streaming(synthetic, name, value, stream
     response = synthetic.client.post("/v1/completions", content=raw, headers={"Content-Type": "application/json"})
     assert response.status_code in (400, 404)
     check_error(response)
-    is_json = not any(part in value for part in ("-Infinity", "null1", "NaN", "\\u"))
+    is_json = not any(part in value for part in ("null1",))
     if is_json and "1e400" not in value:
         error = response.json()["error"]
         assert error["param"].startswith(name)
