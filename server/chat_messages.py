@@ -1,6 +1,6 @@
 """Messages of a chat as requests write them, and as chat templates expect them."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -13,7 +13,7 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 class ChatMessage(msgspec.Struct):
     """One message; fields that the template may use are kept."""
 
-    role: str
+    role: Annotated[str, msgspec.Meta(min_length=1)]
     content: str | list[Any] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None

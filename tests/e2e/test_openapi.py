@@ -16,7 +16,12 @@ REQUESTS = [
     ("/v1/embeddings", {"input": "a", "encoding_format": "base64"}),
     ("/v1/responses", {"input": "Hi", "max_output_tokens": 5}),
     ("/v1/responses/input_tokens", {"input": "Hi"}),
+    ("/v1/embeddings", {"input": [3, 4], "dimensions": 64, "truncate_prompt_tokens": -1, "timeout_s": 9.5}),
+    ("/v1/embeddings", {"input": [[3], [4, 5]], "request_id": "a", "priority": -1, "truncation_side": None}),
     ("/tokenize", {"prompt": "a b", "return_token_strs": True}),
+    ("/tokenize", {"prompt": "a", "messages": None, "tools": []}),
+    ("/tokenize", {"messages": CHAT["messages"], "prompt": None, "add_generation_prompt": True}),
+    ("/detokenize", {"tokens": []}),
     ("/detokenize", {"tokens": [1, 2]}),
 ]
 
@@ -108,10 +113,39 @@ def test_a_field_has_the_bounds_that_are_described(synthetic, document, name, wi
         ("/v1/chat/completions", CHAT, {"max_completion_tokens": 0}),
         ("/v1/chat/completions", CHAT, {"logprobs": True, "top_logprobs": 21}),
         ("/v1/chat/completions", CHAT, {"tools": []}),
+        ("/v1/chat/completions", CHAT, {"chat_template": "x"}),
+        ("/v1/chat/completions", CHAT, {"messages": [{"role": "", "content": "a"}]}),
         ("/v1/responses", {"max_output_tokens": 2}, {}),
         ("/v1/responses", RESPONSE, {"input": []}),
         ("/v1/responses", RESPONSE, {"max_output_tokens": 0}),
         ("/v1/responses", RESPONSE, {"n": 2}),
+        *(
+            ("/v1/embeddings", {"input": "a"}, {name: value})
+            for name, value in (
+                ("input", []),
+                ("input", ["a", 3]),
+                ("input", ["a"] * 2049),
+                ("input", [-1]),
+                ("input", [[]]),
+                ("input", None),
+                ("dimensions", 0),
+                ("request_id", "a b"),
+                ("timeout_s", 0),
+                ("truncate_prompt_tokens", 0),
+                ("truncate_prompt_tokens", -2),
+                ("truncation_side", "up"),
+                ("priority", 2**31),
+                ("encoding_format", "hex"),
+                ("pooling", "cls"),
+            )
+        ),
+        ("/tokenize", {}, {}),
+        ("/tokenize", {"prompt": "a"}, {"messages": CHAT["messages"]}),
+        ("/tokenize", {"prompt": None}, {"messages": []}),
+        ("/tokenize", {"messages": CHAT["messages"]}, {"tools": []}),
+        ("/tokenize", {"messages": CHAT["messages"]}, {"chat_template": "x"}),
+        ("/detokenize", {"tokens": [-1]}, {}),
+        ("/detokenize", {"tokens": [1.5]}, {}),
     ],
 )
 def test_what_an_endpoint_refuses_does_not_fit_its_description(synthetic, document, path, body, fields) -> None:
