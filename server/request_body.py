@@ -34,7 +34,7 @@ class BodyReader:
         content_type = request.headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != "application/json":
             raise RequestError(f"Content-Type is {content_type!r}: must be application/json")
-        if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
+        if (encoding := request.headers.get("content-encoding", "")).lower() not in ("", "identity"):
             raise RequestError(
                 f"Content-Encoding is {encoding!r}: send the body as it is, or through a proxy that unpacks"
             )

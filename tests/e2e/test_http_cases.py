@@ -326,3 +326,32 @@ def test_expect_100_continue_is_answered(synthetic) -> None:
         assert client.recv(1000).startswith(b"HTTP/1.1 100 ")
         client.sendall(body)
         assert client.recv(100000).startswith(b"HTTP/1.1 200 ")
+
+
+UPGRADES = [
+    "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk\r\n",
+    "UPGRADE: websocket\r\nConnection: keep-alive, upgrade\r\nSec-WebSocket-Version: 13\r\n",
+]
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+@pytest.mark.parametrize("upgrade", UPGRADES)
+def test_a_client_that_offers_another_protocol_is_answered_in_http_1_1_and_keeps_its_connection(
+    synthetic, upgrade, is_chunked
+) -> None:
+    body = b'{"prompt":"a","max_tokens":1}'
+    framing = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {len(body)}"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n{upgrade}{framing}\r\n\r\n"
+    sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if is_chunked else body
+    data = raw_exchange(synthetic.port, head.encode() + sent + request_bytes("1.1", close=True))
+    assert data.count(b"HTTP/1.1 200 OK") == 2, data
+    assert data.endswith(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize("name", ["a b", "x" * 129, "\xe9"])
+def test_a_wrong_name_of_a_request_is_the_header_s_if_it_has_one(synthetic, name) -> None:
+    headers = {"X-Request-Id": name.encode("latin-1")}
+    response = synthetic.client.post("/v1/completions", json={"prompt": "a", "request_id": "good"}, headers=headers)
+    assert response.status_code == 400
+    check_error(response)
+    assert response.json()["error"]["param"] == "X-Request-Id"

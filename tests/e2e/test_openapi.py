@@ -139,6 +139,8 @@ def test_a_field_has_the_bounds_that_are_described(synthetic, document, name, wi
                 ("pooling", "cls"),
             )
         ),
+        ("/v1/responses/input_tokens", {"input": "a"}, {"timeout_s": 0}),
+        ("/v1/responses/input_tokens", {"input": "a"}, {"request_id": ""}),
         ("/tokenize", {}, {}),
         ("/tokenize", {"prompt": "a"}, {"messages": CHAT["messages"]}),
         ("/tokenize", {"prompt": None}, {"messages": []}),
