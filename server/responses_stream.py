@@ -42,11 +42,11 @@ class PlainParser:
 
     def push(self, text: str) -> ChatDelta:
         """Return the delta as text."""
-        return ChatDelta("", text, ())
+        return ChatDelta("", (text,) if text else ())
 
     def finish(self) -> ChatDelta:
         """Return nothing."""
-        return ChatDelta("", "", ())
+        return ChatDelta("", ())
 
 
 class _Events:
@@ -290,10 +290,8 @@ class ResponseEvents:
         data = b""
         if delta.reasoning:
             data += self._add_text(_REASONING, delta.reasoning)
-        if delta.content:
-            data += self._add_text(_MESSAGE, delta.content)
-        for call in delta.tool_calls:
-            data += self._add_call(call)
+        for part in delta.parts:
+            data += self._add_text(_MESSAGE, part) if isinstance(part, str) else self._add_call(part)
         return data
 
     def _add_text(self, kind: _TextKind, text: str) -> bytes:
