@@ -73,6 +73,10 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
             f'{where} is {shown(call)}: must be {{"id", "type": "function", "function": {{"name", "arguments"}}}}',
             param="messages",
         )
+    if not isinstance(call.get("id"), str | None):
+        raise RequestError(f"{where}.id is {shown(call['id'])}: must be a text", param="messages")
+    if call.get("type") not in (None, "function"):
+        raise RequestError(f"{where}.type is {shown(call['type'])}: must be function", param="messages")
     arguments = decode_arguments(function.get("arguments"), f"{where}.function.arguments")
     return {**call, "function": {**function, "arguments": arguments}}
 

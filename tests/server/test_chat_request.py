@@ -63,6 +63,8 @@ def test_tool_calls_reach_the_template_with_their_arguments_decoded() -> None:
         {"function": None},
         {"function": {"name": 1, "arguments": "{}"}},
         {"function": {"name": "f", "arguments": "{"}},
+        *({"id": wrong, "function": {"name": "f", "arguments": "{}"}} for wrong in (5, True, [], {})),
+        *({"type": wrong, "function": {"name": "f", "arguments": "{}"}} for wrong in (5, "custom", "", {})),
         *(
             {"function": {"name": "f", "arguments": wrong}}
             for wrong in (0, 5, False, [], [1], "5", "[1]", '"a"', "false")
