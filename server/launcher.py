@@ -29,7 +29,7 @@ from server.cors import Cors, CorsPolicy
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
 from server.kept_memory import KeptMemory, trim_memory
-from server.listener import bound, listen, tls_context, url_of
+from server.listener import allow_connections, bound, doubles, listen, tls_context, url_of
 from server.request_body import BodyReader
 from server.request_log import RequestLog
 from server.response_store import ResponseStore
@@ -150,8 +150,11 @@ def serve(config: ServeConfig) -> int:
                 llm.metrics.on_finished.append(tracer)
             banner = _banner(serving, config, url_of(listener, config), time.monotonic() - started_s)
             server = Server(_uvicorn_config(config, serving, keys, tls), llm, config, banner)
+            allow_connections()
             listen(listener, config)
-            server.run(sockets=[listener])  # from here on its own signal handlers: a signal means drain
+            server.run(
+                sockets=[listener, *doubles(listener)]
+            )  # from here on its own signal handlers: a signal means drain
         finally:
             llm.kill()
     return server.exit_status

@@ -1,6 +1,7 @@
 """The listening socket: a TCP port or a Unix socket, bound before anything is loaded; and the TLS context around it."""
 
 import contextlib
+import resource
 import socket
 import ssl
 import stat
@@ -11,6 +12,7 @@ from server.config import ServeConfig
 from server.errors import StartupError
 
 _BACKLOG = 2048  # connections that wait to be accepted
+_ACCEPTS = 16  # in a turn of the loop; each costs one that has nothing to accept 3 us
 _UDS_MODE = 0o660  # owner and group: a proxy in front is in the group
 _CERT_REQS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
 
@@ -50,6 +52,21 @@ def listen(listener: socket.socket, config: ServeConfig) -> None:
         listener.listen(_BACKLOG)
     except OSError as exc:
         raise StartupError(f"cannot listen at {config.uds or f'{config.host}:{config.port}'}: {exc.strerror}") from exc
+
+
+def allow_connections() -> None:
+    """Let the process open as many files as the system allows: a connection is one, and 1,024 a usual first limit."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def doubles(listener: socket.socket) -> list[socket.socket]:
+    """Return the same listener again, some times: of each, libuv accepts one connection in a turn of the loop.
+
+    With one alone, thousands of connections come in as slowly as turns pass; those behind them wait, and once the queue
+    is full the kernel has them try again a second later.
+    """
+    return [listener.dup() for _ in range(_ACCEPTS - 1)]
 
 
 def tls_context(config: ServeConfig) -> ssl.SSLContext | None:
