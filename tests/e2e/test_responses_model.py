@@ -84,7 +84,12 @@ def test_a_chain_answers_as_the_whole_conversation_does(sdk) -> None:
 def test_a_seed_gives_the_same_response_again(sdk) -> None:
     def text(seed: int) -> str:
         response = sdk.responses.create(
-            model=MODEL, input="Tell me a story.", max_output_tokens=12, extra_body={"seed": seed}
+            model=MODEL,
+            input="Tell me a story.",
+            max_output_tokens=12,
+            temperature=1,
+            top_p=1,
+            extra_body={"seed": seed},
         )
         return response.output_text
 
