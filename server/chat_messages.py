@@ -1,6 +1,6 @@
 """Messages of a chat as requests write them, and as chat templates expect them."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -13,7 +13,7 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 class ChatMessage(msgspec.Struct):
     """One message; fields that the template may use are kept."""
 
-    role: str
+    role: Annotated[str, msgspec.Meta(min_length=1)]
     content: str | list[Any] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -73,6 +73,10 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
             f'{where} is {shown(call)}: must be {{"id", "type": "function", "function": {{"name", "arguments"}}}}',
             param="messages",
         )
+    if not isinstance(call.get("id"), str | None):
+        raise RequestError(f"{where}.id is {shown(call['id'])}: must be a text", param="messages")
+    if call.get("type") not in (None, "function"):
+        raise RequestError(f"{where}.type is {shown(call['type'])}: must be function", param="messages")
     arguments = decode_arguments(function.get("arguments"), f"{where}.function.arguments")
     return {**call, "function": {**function, "arguments": arguments}}
 

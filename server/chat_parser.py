@@ -5,15 +5,24 @@ from typing import NamedTuple
 
 from server.reasoning import MARKERS, ReasoningText, ThinkSplitter
 from server.tool_formats import TEXT
-from server.tool_parser import ToolCallDelta, ToolFormat, ToolParser, ToolText
+from server.tool_parser import TextOrCall, ToolCallDelta, ToolFormat, ToolParser, ToolText, calls_of, content_of
 
 
 class ChatDelta(NamedTuple):
-    """What a piece of text has brought."""
+    """What a piece of text has brought: reasoning, then content and calls as the model wrote them one after another."""
 
     reasoning: str
-    content: str
-    tool_calls: tuple[ToolCallDelta, ...]
+    parts: tuple[TextOrCall, ...]
+
+    @property
+    def content(self) -> str:
+        """All content."""
+        return content_of(self.parts)
+
+    @property
+    def tool_calls(self) -> tuple[ToolCallDelta, ...]:
+        """All calls."""
+        return calls_of(self.parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +81,7 @@ class ChatParser:
         last = self._delta("", self._tools.finish())
         deltas = (before, more, last)
         return ChatDelta(
-            "".join(delta.reasoning for delta in deltas),
-            "".join(delta.content for delta in deltas),
-            sum((delta.tool_calls for delta in deltas), ()),
+            "".join(delta.reasoning for delta in deltas), tuple(part for delta in deltas for part in delta.parts)
         )
 
     def finish_reason(self, reason: str | None) -> str | None:
@@ -82,5 +89,7 @@ class ChatParser:
         return self._parsing.call_finish if reason == "stop" and self.has_tool_calls else reason
 
     def _delta(self, reasoning: str, tools: ToolText) -> ChatDelta:
-        calls = tools.tool_calls if self._parsing.is_parallel else tuple(c for c in tools.tool_calls if c.index == 0)
-        return ChatDelta(reasoning if self._parsing.include_reasoning else "", tools.content, calls)
+        parts = tools.parts
+        if not self._parsing.is_parallel:
+            parts = tuple(part for part in parts if isinstance(part, str) or part.index == 0)
+        return ChatDelta(reasoning if self._parsing.include_reasoning else "", parts)

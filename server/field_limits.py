@@ -1,8 +1,9 @@
-"""What the checks of generating requests' fields allow, as JSON Schema for /openapi.json. It decides nothing itself."""
+"""What the checks of requests' fields allow, as JSON Schema for /openapi.json. It decides nothing itself."""
 
 from typing import Any
 
 from server.deadline import MAX_S
+from server.embeddings import MAX_INPUTS
 from server.sampling_params import (
     MAX_BIASED_TOKENS,
     MAX_N,
@@ -30,6 +31,7 @@ LIMITS: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"minItems": 1, "maxItems": MAX_BIASED_TOKENS, "items": _TOKEN_ID},
     "bad_words": {"maxItems": MAX_BIASED_TOKENS},
     "cache_salt": {"minLength": 1, "maxLength": 128, "pattern": r"^[^@/\\\x00]*$"},
+    "chat_template": {"not": {"type": "string"}},
     "frequency_penalty": _PENALTY,
     "input": {"minItems": 1},
     "logit_bias": {
@@ -65,6 +67,45 @@ LIMITS: dict[str, dict[str, Any]] = {
     "truncate_prompt_tokens": {"minimum": -1, "not": {"const": 0}},
     "truncation_side": {"enum": [None, "left", "right"]},
 }  # fmt: skip
+
+
+_EMBEDDED = {
+    "input": {
+        "anyOf": [
+            {"type": "string"},
+            {**_list({"type": "string"}), "maxItems": MAX_INPUTS},
+            _list(_TOKEN_ID),
+            {**_list(_list(_TOKEN_ID)), "maxItems": MAX_INPUTS},
+        ]
+    },
+    "dimensions": _COUNT,
+    **{name: LIMITS[name] for name in ("request_id", "timeout_s", "truncate_prompt_tokens")},
+}
+_TOKENIZED = [  # either, and the other left out
+    {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
+    {
+        "required": ["messages"],
+        "properties": {
+            "messages": {"type": "array", "minItems": 1},
+            "prompt": {"type": "null"},
+            **{name: LIMITS[name] for name in ("chat_template", "tools")},
+        },
+    },
+]
+
+OTHERS: dict[str, dict[str, Any]] = {  # of requests that generate nothing, by the names of their types
+    "EmbeddingRequest": {"properties": _EMBEDDED},
+    "TokenizeRequest": {"properties": {}, "anyOf": _TOKENIZED},
+    "DetokenizeRequest": {"properties": {"tokens": {"items": _TOKEN_ID}}},
+}
+
+
+def describe_other(schema: dict[str, Any], limits: dict[str, Any]) -> None:
+    """Complete the schema of one of OTHERS, in place."""
+    properties = schema["properties"]
+    for name, limit in limits["properties"].items():
+        properties[name] |= limit
+    schema |= {**limits, "properties": properties}
 
 
 def describe(schema: dict[str, Any], neutral: dict[str, tuple[object, ...]], needed: str | None) -> None:

@@ -39,6 +39,15 @@ _TABLE = tuple(
         ),
         (r"Unsatisfiable schema: (.*)", r"nothing satisfies the schema, relax it: \1"),
         (
+            r"Failed to generate regex for (?:integer|float) range: .*",
+            "the schema has a minimum and a maximum that no number lies between, or beyond 1e15: change them",
+        ),
+        (
+            r"patternProperty regexes (/.*/) and (/.*/) are not disjoint",
+            r"the schema has the patternProperties \1 and \2, which may match one name: make them exclude each other",
+        ),
+        (r"invalid multiple of", "the schema has a multipleOf that is not above 0: make it so"),
+        (
             r"oneOf constraints are not supported.*",
             "the schema has a oneOf whose alternatives may overlap: make them differ by a const, or use anyOf",
         ),
@@ -48,7 +57,6 @@ _TABLE = tuple(
         ),
         (r"Pointer '(.*)' does not exist", r"the schema refers to #\1, which it does not have: define it"),
         (r"Unknown format: (.*)", r"the schema has the format \1: not supported, leave it out or use a pattern"),
-        (r"invalid multiple of", "the schema has a multipleOf that is not above 0: must be"),
         (r"schema must be an object or boolean", "a schema inside the schema is neither object nor boolean: must be"),
         (r"[Ee]mpty grammar.*", "it is empty: name a rule start"),
         (r"no start rule found", "there is no rule start, with which a Lark grammar begins: name one so"),

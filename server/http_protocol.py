@@ -8,6 +8,7 @@ import asyncio
 import fcntl
 import functools
 import json
+import re
 import sys
 import termios
 from collections import deque
@@ -26,6 +27,7 @@ from server.turns import Turns
 _MAX_HEAD_BYTES = 65_536
 _MAX_HEADERS = 100  # as Apache's and http.client's; a request with a browser's and three proxies' has half as many
 _MAX_PIPELINED = 64
+_UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 _TOO_LARGE = f"the request's head exceeds {_MAX_HEAD_BYTES} bytes"
 
 
@@ -132,6 +134,13 @@ def _unbind(cycle: RequestResponseCycle) -> None:
     cycle.scope["extensions"].clear()
 
 
+def _without_upgrade(data: bytes) -> bytes:
+    """Rename the header by which Java's own client offers HTTP/2: the parser reads no body after it."""
+    end = data.find(b"\r\n\r\n")
+    found = _UPGRADE.search(data, 0, len(data) if end < 0 else end)
+    return data if found is None else b"%b\r\nx-upgrade:%b" % (data[: found.start()], data[found.end() :])
+
+
 class _RefusedError(Exception):
     """Stops the parser; never seen outside: uvicorn calls send_400_response for it."""
 
@@ -181,7 +190,7 @@ class RingserveProtocol(HttpToolsProtocol):
     def _take_up(self, data: bytes) -> None:
         """Parse; refuse a head that never ends, drop a client that asks without reading."""
         self._num_unused_bytes += len(data)
-        super().data_received(data)
+        super().data_received(_without_upgrade(data) if self._is_in_head else data)
         self._note_arrival()
         if self.transport.is_closing():
             return

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from server.endpoint import Endpoint
-from server.field_limits import describe
+from server.field_limits import OTHERS, describe, describe_other
 from server.generation_fields import GenerationFields
 
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
@@ -44,6 +44,8 @@ def make_document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]
     for kind in types:
         if isinstance(kind, type) and issubclass(kind, GenerationFields):
             describe(components[kind.__name__], kind.neutral, kind.needed)
+    for name in components.keys() & OTHERS:
+        describe_other(components[name], OTHERS[name])
     schemas = dict(zip(types, made, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for each in endpoints:

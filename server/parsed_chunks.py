@@ -9,7 +9,7 @@ from server.choices import chat_choice
 from server.chunks import PLAIN, ChatChunks, Shown, StreamIdentity
 from server.json_string import json_string
 from server.outputs import CompletionOutput
-from server.tool_parser import ToolCallDelta
+from server.tool_parser import TextOrCall, ToolCallDelta
 
 
 class ParsedChunks:
@@ -96,15 +96,18 @@ def _whole_calls(deltas: tuple[ToolCallDelta, ...]) -> list[dict[str, Any]]:
 
 
 def _deltas(delta: ChatDelta) -> list[bytes]:
-    """Return the `delta` objects of the chunks: what the parser found, in the order in which it can have found it."""
+    """Return the `delta` objects of the chunks: what the parser found, in the order in which the model wrote it."""
     deltas = []
     if delta.reasoning:  # under vLLM's name, and the one that other servers and clients have
         text = json_string(delta.reasoning)
         deltas.append(b'{"reasoning":%b,"reasoning_content":%b}' % (text, text))
-    if delta.content:
-        deltas.append(b'{"content":%b}' % json_string(delta.content))
-    deltas += [b'{"tool_calls":[%b]}' % _tool_call(call) for call in delta.tool_calls]
-    return deltas
+    return deltas + [_part(part) for part in delta.parts]
+
+
+def _part(part: TextOrCall) -> bytes:
+    if isinstance(part, str):
+        return b'{"content":%b}' % json_string(part)
+    return b'{"tool_calls":[%b]}' % _tool_call(part)
 
 
 def _tool_call(call: ToolCallDelta) -> bytes:

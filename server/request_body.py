@@ -1,29 +1,19 @@
-"""Reading a request's JSON body: size limit, strict decoding, and errors that name the field and its value."""
+"""Reading a request's JSON body: size limit and strict decoding; body_errors.py says what is wrong with it."""
 
 import asyncio
-import re
 import time
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from server.body_errors import MAX_REREAD_BYTES, no_json, wrong_value
 from server.errors import BodyTooLargeError, ClientGoneError, RequestError
 from server.json_size import check_json_size
 
 T = TypeVar("T")
 
 _INLINE_BYTES = 65_536  # of a body; what more holds is counted on a thread
-_MAX_REREAD_BYTES = 2**20  # of a body that is decoded once more to show a wrong value
-_MAX_REASON_CHARS = 200  # msgspec repeats a whole value where it has no enum or tag for it
-
-_NOTHING = object()
-_AT_PATH = re.compile(r" - at `\$(.*)`$")
-_MISSING = re.compile(r"missing required field `(\w+)`")
-_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
-_SOME_VALUE = "[...]"  # how msgspec calls one of an object's values, whose key it does not say
-_GOT = re.compile(r"got `(\w+)`$")
-_KINDS = {dict: "object", list: "array", str: "str", int: "int", float: "float", bool: "bool", type(None): "null"}
 
 
 class BodyReader:
@@ -44,6 +34,10 @@ class BodyReader:
         content_type = request.headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != "application/json":
             raise RequestError(f"Content-Type is {content_type!r}: must be application/json")
+        if (encoding := request.headers.get("content-encoding", "")).lower() not in ("", "identity"):
+            raise RequestError(
+                f"Content-Encoding is {encoding!r}: send the body as it is, or through a proxy that unpacks"
+            )
         try:
             body = await self._bytes(request)
         except ClientDisconnect as exc:
@@ -71,68 +65,36 @@ class BodyReader:
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """Return JSON as a `kind`; strict: no NaN, no Infinity, no lone surrogates, no type coercion.
+    """Return JSON as a `kind`; strict: no NaN, no Infinity, no lone surrogates, no other type but 16.0 for 16.
 
     Raises:
         RequestError: Naming the field and its value where there is one.
     """
     try:
-        return msgspec.json.decode(body, type=kind)
+        return _decode(body, kind)
     except msgspec.ValidationError as exc:
-        raise _field_error(body, str(exc)) from exc
+        raise wrong_value(body, kind, str(exc)) from exc
     except msgspec.DecodeError as exc:
-        hint = ", or a lone surrogate in a string" if b"\\ud" in body.lower() else ""
-        raise RequestError(f"the body is not valid JSON{hint}: {exc}") from exc
+        raise no_json(body, str(exc)) from exc
     except UnicodeDecodeError as exc:
         raise RequestError(f"the body is not valid UTF-8: {exc.reason} at byte {exc.start}") from exc
     except RecursionError as exc:
         raise RequestError("the body is nested too deeply: flatten it") from exc
 
 
-def _field_error(body: bytes, message: str) -> RequestError:
-    match = _AT_PATH.search(message)
-    reason = _AT_PATH.sub("", message)
-    at = _with_key(body, match[1], reason) if match else ""
-    path = at.lstrip(".")
-    if len(reason) > _MAX_REASON_CHARS:
-        reason = f"{reason[:_MAX_REASON_CHARS]}..."
-    missing = _MISSING.search(reason)
-    if missing is not None:
-        name = f"{path}.{missing[1]}" if path else missing[1]
-        return RequestError(f"{name} is missing: it is required", param=name)
-    if not path:
-        return RequestError(f"the body is wrong: {reason}", param=None)
-    return RequestError(f"{path} is {_shown_at(body, at)}: {reason}", param=path)
-
-
-def _with_key(body: bytes, path: str, reason: str) -> str:
-    """Put the key of the first value that msgspec can mean into a path that ends without it."""
-    got = _GOT.search(reason)
-    if not path.endswith(_SOME_VALUE) or got is None:
-        return path
-    path = path.removesuffix(_SOME_VALUE)
-    values = _value_at(body, path)
-    keys = [key for key, value in values.items() if _KINDS[type(value)] == got[1]] if isinstance(values, dict) else []
-    return f"{path}.{keys[0]}" if keys else path
-
-
-def _shown_at(body: bytes, path: str) -> str:
-    """Return the value at a msgspec path for an error message."""
-    if len(body) > _MAX_REREAD_BYTES:
-        return "wrong"
-    value = _value_at(body, path)
-    text = "not readable" if value is _NOTHING else msgspec.json.encode(value).decode()
-    return text if len(text) <= 100 else f"{text[:100]}..."
-
-
-def _value_at(body: bytes, path: str) -> Any:
-    """Return the value at a msgspec path; _NOTHING where there is none, or the body is too long to look again."""
-    if len(body) > _MAX_REREAD_BYTES:
-        return _NOTHING
+def _decode(body: bytes, kind: type[T]) -> T:
     try:
-        value: Any = msgspec.json.decode(body)
-        for name, index in _STEP.findall(path):
-            value = value[name] if name else value[int(index)]
-    except (msgspec.MsgspecError, LookupError, TypeError, ValueError, RecursionError):
-        return _NOTHING
-    return value
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as exc:
+        if "got `float`" not in str(exc) or len(body) > MAX_REREAD_BYTES:
+            raise
+        return msgspec.convert(_with_integers(msgspec.json.decode(body)), kind)
+
+
+def _with_integers(value: Any) -> Any:
+    """Return JSON with 16 for 16.0: JavaScript's and Lua's numbers are all of one kind, and vLLM takes them too."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, list):
+        return [_with_integers(item) for item in value]
+    return {key: _with_integers(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -21,13 +21,12 @@ def request_id(request: Request, field: str | None) -> str:
     Raises:
         RequestError: If the name is not made of plain letters.
     """
-    given = request.headers.get(HEADER) or field
+    header = request.headers.get(HEADER)
+    given, name = (header, "X-Request-Id") if header else (field, "request_id")
     if given is None:
         return secrets.token_hex(16)
     if not _REQUEST_ID.fullmatch(given):
-        raise RequestError(
-            f"request_id is {given[:140]!r}: 1 to 128 letters, digits or any of _ . : @ / -", param="request_id"
-        )
+        raise RequestError(f"{name} is {given[:140]!r}: 1 to 128 letters, digits or any of _ . : @ / -", param=name)
     return given
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from server.body_errors import wrong_item
 from server.chat_messages import ChatMessage, decode_arguments
 from server.errors import RequestError, shown
 
@@ -149,8 +150,7 @@ def _convert(item: Any, kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(item, kind)
     except msgspec.ValidationError as exc:
-        reason = str(exc).replace("`$.", f"`{where}.")
-        raise RequestError(f"{where} is wrong: {reason}", param="input") from exc
+        raise wrong_item(item, where, kind, str(exc)) from exc
 
 
 def _parts(content: str | list[Any], kind: str, where: str) -> list[dict[str, Any]]:

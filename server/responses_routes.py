@@ -48,9 +48,11 @@ async def create(request: Request) -> ASGIApp:
 async def count_input_tokens(request: Request) -> ASGIApp:
     """POST /v1/responses/input_tokens: what a request's input would count for, without running it."""
     body = await _read(request)
+    name = request_id(request, body.request_id)
+    deadline_s(request, body.timeout_s)  # for its check: there is nothing to wait for
     prepared = await prepare(await make_plan(request.app.state.serving, body, arrival_ns=request.state.arrival_ns))
     count = len(prepared.request.prompt_token_ids)
-    return JsonResponse({"object": "response.input_tokens", "input_tokens": count})
+    return JsonResponse({"object": "response.input_tokens", "input_tokens": count}, headers={HEADER: name})
 
 
 async def retrieve(request: Request) -> ASGIApp:

@@ -42,11 +42,11 @@ class PlainParser:
 
     def push(self, text: str) -> ChatDelta:
         """Return the delta as text."""
-        return ChatDelta("", text, ())
+        return ChatDelta("", (text,) if text else ())
 
     def finish(self) -> ChatDelta:
         """Return nothing."""
-        return ChatDelta("", "", ())
+        return ChatDelta("", ())
 
 
 class _Events:
@@ -131,11 +131,13 @@ class _TextItem:
         return b',"logprobs":[%b]' % b",".join(self._logprobs[start:])
 
     def close(self, status: str) -> bytes:
-        """Return the events that end it."""
+        """Return the events that end it, after one for the logprobs of tokens without text, such as the last."""
+        rest = self.add("") if self._num_sent_logprobs < len(self._logprobs) else b""
         text, entries = "".join(self._texts), self._entries()
         logprobs = {"logprobs": msgspec.Raw(entries)} if self.kind.has_logprobs else {}
         part = self._part(text, entries)
         return b"".join((
+            rest,
             self._events.event(f"{self.kind.event}.done", **self._where, text=text, **logprobs),
             self._events.event("response.content_part.done", **self._where, part=part),
             self._events.event(
@@ -288,10 +290,8 @@ class ResponseEvents:
         data = b""
         if delta.reasoning:
             data += self._add_text(_REASONING, delta.reasoning)
-        if delta.content:
-            data += self._add_text(_MESSAGE, delta.content)
-        for call in delta.tool_calls:
-            data += self._add_call(call)
+        for part in delta.parts:
+            data += self._add_text(_MESSAGE, part) if isinstance(part, str) else self._add_call(part)
         return data
 
     def _add_text(self, kind: _TextKind, text: str) -> bytes:

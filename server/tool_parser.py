@@ -7,7 +7,7 @@ White space between calls, and around them where there is nothing else, belongs 
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,11 +28,33 @@ class ToolCallDelta(msgspec.Struct, frozen=True, gc=False):
     arguments: str
 
 
-class ToolText(NamedTuple):
-    """What a piece of text has brought."""
+TextOrCall = str | ToolCallDelta
 
-    content: str
-    tool_calls: tuple[ToolCallDelta, ...]
+
+class ToolText(NamedTuple):
+    """What a piece of text has brought: content and calls, in the order in which the model wrote them."""
+
+    parts: tuple[TextOrCall, ...]
+
+    @property
+    def content(self) -> str:
+        """All content."""
+        return content_of(self.parts)
+
+    @property
+    def tool_calls(self) -> tuple[ToolCallDelta, ...]:
+        """All calls."""
+        return calls_of(self.parts)
+
+
+def content_of(parts: Iterable[TextOrCall]) -> str:
+    """Return the content among parts of an output."""
+    return "".join(part for part in parts if isinstance(part, str))
+
+
+def calls_of(parts: Iterable[TextOrCall]) -> tuple[ToolCallDelta, ...]:
+    """Return the calls among parts of an output."""
+    return tuple(part for part in parts if isinstance(part, ToolCallDelta))
 
 
 def call_id() -> str:
@@ -100,10 +122,9 @@ class ToolParser:
         self.text = TextScanner()
         self.names = names
         self._new_id = form.new_id
-        self._content: list[str] = []
+        self._parts: list[TextOrCall] = []
         self._space = ""  # white space that is content only if something follows it
         self._is_blank = True  # whether nothing but white space has come since the beginning, or the last call
-        self._calls: list[ToolCallDelta] = []
         self._num_calls = 0
         self._reading = form.read(self)
 
@@ -123,7 +144,7 @@ class ToolParser:
         self.text.end()
         next(self._reading, None)
         if not self.has_tool_calls:
-            self._content.append(self._space)
+            self._add(self._space)
         return self._collected()
 
     def give(self, text: str) -> None:
@@ -134,7 +155,7 @@ class ToolParser:
                 self._space = text
                 return
             self._is_blank = False
-        self._content.append(text)
+        self._add(text)
 
     def give_held(self) -> None:
         """Take back what looked like a call."""
@@ -144,16 +165,16 @@ class ToolParser:
         """Begin a call, of which all that is held was a part."""
         self.text.held()
         self._space, self._is_blank = "", True
-        self._calls.append(ToolCallDelta(self._num_calls, self._new_id(), name, ""))
+        self._parts.append(ToolCallDelta(self._num_calls, self._new_id(), name, ""))
         self._num_calls += 1
 
     def argue(self, text: str) -> None:
         """Take text as more arguments of the newest call."""
-        newest = self._calls[-1] if self._calls else None
-        if newest is not None and newest.id is None:
-            self._calls[-1] = msgspec.structs.replace(newest, arguments=newest.arguments + text)
+        newest = self._parts[-1] if self._parts else None
+        if isinstance(newest, ToolCallDelta) and newest.id is None:
+            self._parts[-1] = msgspec.structs.replace(newest, arguments=newest.arguments + text)
         else:
-            self._calls.append(ToolCallDelta(self._num_calls - 1, None, None, text))
+            self._parts.append(ToolCallDelta(self._num_calls - 1, None, None, text))
 
     def arguments(self, end_marker: str | None) -> Reads[None]:
         """Read the arguments of the call that has begun; where they are broken, up to the marker, or the end."""
@@ -253,9 +274,15 @@ class ToolParser:
         return True
 
     def _collected(self) -> ToolText:
-        text = ToolText("".join(self._content), tuple(self._calls))
-        self._content, self._calls = [], []
+        text, self._parts = ToolText(tuple(self._parts)), []
         return text
+
+    def _add(self, text: str) -> None:
+        newest = self._parts[-1] if self._parts else None
+        if isinstance(newest, str):
+            self._parts[-1] = newest + text
+        elif text:
+            self._parts.append(text)
 
 
 def _text_of(raw: str) -> str:

@@ -184,7 +184,8 @@ def tool_use(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool
     """
     if tools is None:
         if choice not in (None, "none"):
-            raise RequestError(f"tool_choice is {shown(choice)} and tools is missing: give both", param="tool_choice")
+            asked = shown(msgspec.to_builtins(choice))
+            raise RequestError(f"tool_choice is {asked} and tools is missing: give both", param="tool_choice")
         return None
     functions = _checked(tools)
     if isinstance(choice, FunctionChoice):

@@ -145,10 +145,10 @@ BAD_FIELDS = [
     ("temperature", "-Infinity"), ("temperature", "1e400"), ("top_p", "0"), ("top_p", "1.1"), ("top_p", "true"),
     ("top_k", "-2"), ("top_k", "1.5"), ("top_k", "99999999999"), ("min_p", "-1"), ("min_p", "2"), ("seed", "1.5"),
     ("seed", "9223372036854775808"), ("n", "-1"), ("n", "129"), ("n", "null1"), ("n", '"2"'), ("max_tokens", "0"),
-    ("max_tokens", "-5"), ("max_tokens", "1e3"), ("max_tokens", "true"), ("max_tokens", "99999999"),
+    ("max_tokens", "-5"), ("max_tokens", "1.5"), ("max_tokens", "true"), ("max_tokens", "99999999"),
     ("min_tokens", "-1"), ("min_tokens", "100"), ("stop", '["a","b","c","d","e"]'), ("stop", '[["a"]]'),
     ("stop", "{}"), ("stop", '[null]'), ("stop", '""'), ("stop", '["a", ""]'), ("stop", '"\\udc00"'),
-    ("stop_token_ids", "[-1]"), ("stop_token_ids", "[49152]"), ("stop_token_ids", "[1.0]"), ("stop_token_ids", "5"),
+    ("stop_token_ids", "[-1]"), ("stop_token_ids", "[49152]"), ("stop_token_ids", "[1.5]"), ("stop_token_ids", "5"),
     ("stop_token_ids", '["a"]'), ("stream", '"true"'), ("stream", "1"), ("stream_options", "{}"),
     ("stream_options", "[]"), ("ignore_eos", '"no"'), ("skip_special_tokens", "0"), ("model", "5"),
     ("model", '"another"'), ("logprobs", "21"), ("logprobs", "-1"), ("logprobs", "true"), ("logprobs", '"5"'),
@@ -172,7 +172,7 @@ def test_a_bad_field_is_named_also_when_streaming(synthetic, name, value, stream
     response = synthetic.client.post("/v1/completions", content=raw, headers={"Content-Type": "application/json"})
     assert response.status_code in (400, 404)
     check_error(response)
-    is_json = not any(part in value for part in ("-Infinity", "null1", "NaN", "\\u"))
+    is_json = not any(part in value for part in ("null1",))
     if is_json and "1e400" not in value:
         error = response.json()["error"]
         assert error["param"].startswith(name)
@@ -336,3 +336,32 @@ def test_expect_100_continue_is_answered(synthetic) -> None:
         assert client.recv(1000).startswith(b"HTTP/1.1 100 ")
         client.sendall(body)
         assert client.recv(100000).startswith(b"HTTP/1.1 200 ")
+
+
+UPGRADES = [
+    "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk\r\n",
+    "UPGRADE: websocket\r\nConnection: keep-alive, upgrade\r\nSec-WebSocket-Version: 13\r\n",
+]
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+@pytest.mark.parametrize("upgrade", UPGRADES)
+def test_a_client_that_offers_another_protocol_is_answered_in_http_1_1_and_keeps_its_connection(
+    synthetic, upgrade, is_chunked
+) -> None:
+    body = b'{"prompt":"a","max_tokens":1}'
+    framing = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {len(body)}"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n{upgrade}{framing}\r\n\r\n"
+    sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if is_chunked else body
+    data = raw_exchange(synthetic.port, head.encode() + sent + request_bytes("1.1", close=True))
+    assert data.count(b"HTTP/1.1 200 OK") == 2, data
+    assert data.endswith(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize("name", ["a b", "x" * 129, "\xe9"])
+def test_a_wrong_name_of_a_request_is_the_header_s_if_it_has_one(synthetic, name) -> None:
+    headers = {"X-Request-Id": name.encode("latin-1")}
+    response = synthetic.client.post("/v1/completions", json={"prompt": "a", "request_id": "good"}, headers=headers)
+    assert response.status_code == 400
+    check_error(response)
+    assert response.json()["error"]["param"] == "X-Request-Id"

@@ -84,7 +84,12 @@ def test_a_chain_answers_as_the_whole_conversation_does(sdk) -> None:
 def test_a_seed_gives_the_same_response_again(sdk) -> None:
     def text(seed: int) -> str:
         response = sdk.responses.create(
-            model=MODEL, input="Tell me a story.", max_output_tokens=12, extra_body={"seed": seed}
+            model=MODEL,
+            input="Tell me a story.",
+            max_output_tokens=12,
+            temperature=1,
+            top_p=1,
+            extra_body={"seed": seed},
         )
         return response.output_text
 
@@ -164,8 +169,7 @@ def test_logprobs_are_those_of_a_chat(sdk) -> None:
     stream = sdk.responses.create(input=QUESTION, include=include, top_logprobs=2, stream=True, **settings)
     deltas = [event for event in stream if event.type == "response.output_text.delta"]
     told = [entry.token for event in deltas for entry in event.logprobs]
-    assert told == [entry.token for entry in entries][: len(told)]
-    assert len(told) >= len(entries) - 1  # the end of the turn has no text to come with
+    assert told == [entry.token for entry in entries]
 
 
 def test_cached_prompt_tokens_are_counted_in_both_modes(sdk) -> None:

@@ -6,6 +6,7 @@ import pytest
 from server.chat_messages import ChatMessage
 from server.chat_request import ChatCompletionRequest
 from server.errors import RequestError
+from server.request_body import decode
 
 USER = {"role": "user", "content": "a"}
 
@@ -23,6 +24,13 @@ def test_a_message_s_parts_are_joined_and_its_extra_fields_kept() -> None:
     message = ChatMessage(role="user", content=parts, name="Bo", tool_call_id="7")
     assert message.to_template(0) == {"role": "user", "content": "a\nb\nc", "name": "Bo", "tool_call_id": "7"}
     assert ChatMessage(role="assistant").to_template(0) == {"role": "assistant", "content": ""}
+
+
+def test_a_role_is_whatever_the_template_may_know_but_has_a_name() -> None:
+    assert template({"role": "critic", "content": "a"}) == [{"role": "critic", "content": "a"}]
+    with pytest.raises(RequestError, match=r'^messages\[1\].role is "": Expected `str` of length >= 1') as caught:
+        decode(b'{"messages":[{"role":"user","content":"a"},{"role":"","content":"a"}]}', ChatCompletionRequest)
+    assert caught.value.param == "messages[1].role"
 
 
 @pytest.mark.parametrize(
@@ -55,6 +63,8 @@ def test_tool_calls_reach_the_template_with_their_arguments_decoded() -> None:
         {"function": None},
         {"function": {"name": 1, "arguments": "{}"}},
         {"function": {"name": "f", "arguments": "{"}},
+        *({"id": wrong, "function": {"name": "f", "arguments": "{}"}} for wrong in (5, True, [], {})),
+        *({"type": wrong, "function": {"name": "f", "arguments": "{}"}} for wrong in (5, "custom", "", {})),
         *(
             {"function": {"name": "f", "arguments": wrong}}
             for wrong in (0, 5, False, [], [1], "5", "[1]", '"a"', "false")

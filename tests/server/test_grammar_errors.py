@@ -14,7 +14,7 @@ from tests.server.byte_tokenizer import byte_tokenizer, fields
 INNER = (  # words of the library that mean nothing to those who wrote the grammar
     "NoExtension", "non-verbose", "f64", "index out of", "Unimplemented", "at 1(", "ff_tokens", "lexeme", "lexer",
     "Current row", "expressions constructed", "fuel", "retriever", "registry", "coerce_one_of", "SearchRegex",
-    "lookarounds not supported yet", "≺", " 1 | ",
+    "lookarounds not supported yet", "≺", " 1 | ", "Failed to generate", "patternProperty ", "Some(",
 )  # fmt: skip
 
 REGEXES = [
@@ -37,6 +37,8 @@ GRAMMARS = [
     'start: ("a"{1000}){1000}', '{"grammars":[]}', '{"a":1}', "SELECT 1", "é", "start: " + "a" * 900,
 ]  # fmt: skip
 SCHEMAS: list[dict[str, Any]] = [
+    {"type": "number", "minimum": 1e10, "maximum": 1e300}, {"type": "integer", "minimum": 1e20},
+    {"type": "object", "patternProperties": {"^a": {}, "b$": {}}},
     {"type": "foo"}, {"type": 5}, {"type": []}, {"type": ["string", "foo"]}, {"enum": []}, {"enum": 5},
     {"pattern": "("},
     {"type": "string", "pattern": "(?=a)"}, {"type": "string", "pattern": 5},

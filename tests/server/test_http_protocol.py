@@ -460,9 +460,11 @@ async def test_nonsense_behind_a_request_is_no_answer_to_it(connection: Connecti
     assert connection.transport.data == b""
 
 
-async def test_a_request_for_another_protocol_is_the_last_of_its_connection(connection: Connection) -> None:
-    head = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
-    sink = await connection.request(head)
+async def test_a_request_for_another_protocol_that_comes_in_pieces_is_the_last_of_its_connection(
+    connection: Connection,
+) -> None:
+    connection.protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUp")
+    sink = await connection.request(b"grade: h2c\r\n\r\n")
     sink.open(200, [])
     sink.finish()
     assert b"connection: close\r\n" in connection.transport.data

@@ -8,8 +8,10 @@ from starlette.types import Message
 
 from server.chat_request import ChatCompletionRequest
 from server.completion_request import CompletionRequest
+from server.embeddings import EmbeddingRequest
 from server.errors import BodyTooLargeError, RequestError
 from server.request_body import BodyReader, decode
+from server.responses_protocol import ResponseRequest
 
 JSON = {"content-type": "application/json"}
 
@@ -84,6 +86,67 @@ def test_a_wrong_value_is_named_with_its_place(body: bytes, message: str, param:
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("NaN", "temperature is NaN: must be a finite number, as a double holds it"),
+     ("-Infinity", "temperature is -Infinity: must be a finite number, as a double holds it"),
+     ("1e999", "temperature is 1e999: must be a finite number, as a double holds it"),
+     ('0,"logit_bias":{"3":NaN}', "logit_bias.3 is NaN: must be a finite number, as a double holds it"),
+     ('0,"seed":' + "9" * 5000, f"seed is {'9' * 100}...: must be a finite number, as a double holds it"),
+     ('0,"stop":["a","b\\udc00"]', "stop[1] is 'b\\udc00': it holds half of a surrogate pair, send whole characters"),
+     ('0,"messages":[{"content":"a\\ud83d b"}]',
+      "messages[0].content is 'a\\ud83d b': it holds half of a surrogate pair, send whole characters"),
+     ('0,"logit_bias":{"\\ud800":1}',
+      "logit_bias has the key '\\ud800': it holds half of a surrogate pair, send whole characters"),
+     ('0,"\\ud800":1', "the body has the key '\\ud800': it holds half of a surrogate pair, send whole characters")],
+)  # fmt: skip
+def test_what_other_readers_take_for_json_is_named_with_its_place(value: str, message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        decode(f'{{"prompt":"a","temperature":{value}}}'.encode(), CompletionRequest)
+    assert str(caught.value) == message
+    name = message.partition(" ")[0]
+    assert caught.value.param == (None if name == "the" else name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "message"),
+    [(EmbeddingRequest, '"encoding_format":"hex"', 'encoding_format is "hex": must be base64 or float'),
+     (ResponseRequest, '"text":{"format":{"type":"xml"}}',
+      'text.format.type is "xml": must be json_object, json_schema or text'),
+     (ChatCompletionRequest, '"tool_choice":"any"', 'tool_choice is "any": must be auto, none or required'),
+     (ChatCompletionRequest, '"tool_choice":{"type":"tool"}',
+      'tool_choice.type is "tool": must be function or allowed_tools'),
+     (ChatCompletionRequest, '"tools":[{"type":"web","function":{"name":"a"}}]',
+      'tools[0].type is "web": must be function')],
+)  # fmt: skip
+def test_a_wrong_choice_is_told_what_there_is(kind: Any, field: str, message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        decode(f'{{"input":"a","messages":[],{field}}}'.encode(), kind)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("number", ["16.0", "16e0", "1.6e1", "160E-1"])
+def test_a_whole_number_is_an_integer_however_it_is_written(number: str) -> None:
+    body = f'{{"prompt":"a","max_tokens":{number},"stop_token_ids":[{number}],"temperature":1.5}}'.encode()
+    request = decode(body, CompletionRequest)
+    assert (request.max_tokens, request.stop_token_ids, request.temperature) == (16, [16], 1.5)
+
+
+@pytest.mark.parametrize("wrong", ["16.5", "true", '"16"', "1e999"])
+def test_what_is_no_whole_number_is_no_integer_also_beside_one(wrong: str) -> None:
+    with pytest.raises(RequestError, match=r"^max_tokens is ") as caught:
+        decode(f'{{"prompt":"a","n":1.0,"max_tokens":{wrong}}}'.encode(), CompletionRequest)
+    assert caught.value.param == "max_tokens"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "x"])
+def test_a_packed_body_is_refused_by_its_header(encoding: str) -> None:
+    with pytest.raises(RequestError, match=f"Content-Encoding is '{encoding}'"):
+        read(b'{"inner":[]}', {**JSON, "content-encoding": encoding})
+    for none in ("", "Identity"):
+        assert read(b'{"inner":[]}', {**JSON, "content-encoding": none})[0] == Body(inner=[])
+
+
 def test_a_long_value_is_shown_in_part() -> None:
     with pytest.raises(RequestError) as caught:
         decode(b'{"inner":"' + b"x" * 10**6 + b'"}', Body)
@@ -93,8 +156,9 @@ def test_a_long_value_is_shown_in_part() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b'{"inner":[]} x', b"\xff", b'{"name":"\xff","inner":[]}', b'{"inner":[],"name":"\\ud800"}',
-     b'{"inner":[],"x":NaN}', b'{"inner":[],"x":Infinity}', b"{'inner':[]}", b"\xef\xbb\xbf{}", b"null", b"5"],
+    [b"", b" ", b"{", b'{"inner":[]} x', b"\xff", b'{"name":"\xff","inner":[]}', b'{"inner":[],"x":\\ud800}',
+     b'{"inner":[],"x":NaN', b"NaN", b'"\\ud800"', b"{'inner':[]}", b"\xef\xbb\xbf{}", b"null", b"5",
+     '{"inner":[]}'.encode("utf-16"), '{"inner":[]}'.encode("utf-16-le"), '{"inner":[]}'.encode("utf-32-be")],
 )  # fmt: skip
 def test_what_is_no_json_of_the_kind_is_a_request_error(body: bytes) -> None:
     with pytest.raises(RequestError, match="the body is"):

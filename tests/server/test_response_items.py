@@ -77,14 +77,10 @@ def test_items_are_listed_as_the_sdk_types_them() -> None:
     [
         ([], "input is missing or empty"),
         (["Hi"], r"input\[0\] is 'Hi'"),
-        ([USER, {"role": "cat", "content": "x"}], r"input\[1\]\.role"),
-        ([{"role": "user"}], "missing required field `content`"),
         ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "only text is supported"),
         ([{"role": "user", "content": [{"type": "input_text", "text": 3}]}], "only text is supported"),
         ([{"type": "item_reference", "id": "msg_1"}], "'item_reference'"),
         ([{"type": "computer_call", "id": "x"}], "'computer_call'"),
-        ([{"type": "function_call", "name": "x", "arguments": "{}"}], "missing required field `call_id`"),
-        ([{"type": "function_call", "call_id": "c", "name": "x", "arguments": {}}], r"input\[0\]\.arguments"),
         ([{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]}], "only text"),
         ([{"content": "x"}], r"input\[0\]\.type is None"),
     ],
@@ -93,6 +89,23 @@ def test_what_is_no_supported_item_is_refused_by_name(given: Any, message: str) 
     with pytest.raises(RequestError, match=message) as raised:
         normalize(given)
     assert raised.value.param == "input"
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"role": "cat", "content": "x"}, 'input[1].role is "cat": must be assistant, developer, system or user'),
+        ({"role": "user"}, "input[1].content is missing: it is required"),
+        ({"type": "function_call", "name": "x", "arguments": "{}"}, "input[1].call_id is missing: it is required"),
+        ({**CALL, "arguments": {"a": 1}}, 'input[1].arguments is {"a":1}: Expected `str`, got `object`'),
+        ({**CALL, "status": "done"}, 'input[1].status is "done": must be completed, in_progress or incomplete'),
+    ],
+)
+def test_a_wrong_field_of_an_item_is_named_with_its_place(item: Any, message: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        normalize([USER, item])
+    assert str(raised.value).startswith(message)
+    assert raised.value.param == message.partition(" ")[0]
 
 
 def test_turns_start_at_the_users_messages_but_the_first() -> None:

@@ -7,18 +7,19 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from server.chat_parser import ChatDelta
+from server.chat_parser import ChatDelta, ChatParsing
 from server.errors import EngineGenerateError
 from server.logprob_format import ChatLogprobs, TokenNames
 from server.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from server.responses_protocol import ResponseRequest
 from server.responses_stream import PlainParser, ResponseEvents, TextParser
 from server.sampling_params import SamplingParams
+from server.tool_formats import FORMATS
 from server.tool_parser import ToolCallDelta
 
 HEAD = {"id": "resp_1", "object": "response", "created_at": 1, "model": "m", "store": True}
 EVENT = TypeAdapter(ResponseStreamEvent)
-NOTHING = ChatDelta("", "", ())
+NOTHING = ChatDelta("", ())
 
 
 class ScriptedParser:
@@ -150,10 +151,10 @@ def test_line_ends_in_a_text_do_not_end_the_events_line() -> None:
 
 def test_calls_are_items_with_their_arguments_as_they_come() -> None:
     parser = ScriptedParser(
-        ChatDelta("", "I look. ", ()),
-        ChatDelta("", "", (ToolCallDelta(0, "call_a", "weather", ""),)),
-        ChatDelta("", "", (ToolCallDelta(0, None, None, '{"city":'),)),
-        ChatDelta("", "", (ToolCallDelta(0, None, None, ' "Paris"}'), ToolCallDelta(1, "call_b", "time", "{}"))),
+        ChatDelta("", ("I look. ",)),
+        ChatDelta("", (ToolCallDelta(0, "call_a", "weather", ""),)),
+        ChatDelta("", (ToolCallDelta(0, None, None, '{"city":'),)),
+        ChatDelta("", (ToolCallDelta(0, None, None, ' "Paris"}'), ToolCallDelta(1, "call_b", "time", "{}"))),
     )
     events = stream(["1", "2", "3", "4", ""], parser=parser)
     assert types(events)[2:] == [
@@ -174,15 +175,30 @@ def test_calls_are_items_with_their_arguments_as_they_come() -> None:
     assert [item.id for item in accumulated] == [item.id for item in response.output]
 
 
+def test_text_and_calls_are_items_in_the_order_of_the_text_however_they_come() -> None:
+    text = (
+        'Wait.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> So, <tool_call>{"name": "g"}</tool_call> end'
+    )
+    for size in (1, 3, 30, 40, 55, 1000):
+        parser = ChatParsing(tools=FORMATS["hermes"], names=frozenset("fg")).parser()
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        events = stream(pieces, parser=parser)
+        found = [
+            (item["name"], item["arguments"]) if item["type"] == "function_call" else item["content"][0]["text"]
+            for item in events[-1]["response"]["output"]
+        ]
+        assert found == ["Wait.", ("f", '{"a": 1}'), " So, ", ("g", "{}"), " end"], size
+
+
 def test_a_call_alone_has_no_message_beside_it() -> None:
-    parser = ScriptedParser(last=ChatDelta("", "", (ToolCallDelta(0, None, "now", "{}"),)))
+    parser = ScriptedParser(last=ChatDelta("", (ToolCallDelta(0, None, "now", "{}"),)))
     (item,) = stream([""], parser=parser)[-1]["response"]["output"]
     assert item["type"] == "function_call"
     assert item["call_id"].startswith("call_")
 
 
 def test_reasoning_is_an_item_before_the_message() -> None:
-    parser = ScriptedParser(ChatDelta("Hm", "", ()), ChatDelta(", yes", "", ()), ChatDelta(".", "Yes", ()))
+    parser = ScriptedParser(ChatDelta("Hm", ()), ChatDelta(", yes", ()), ChatDelta(".", ("Yes",)))
     events = stream(["1", "2", "3", ""], parser=parser)
     assert types(events)[2:10] == [
         "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
@@ -197,7 +213,7 @@ def test_reasoning_is_an_item_before_the_message() -> None:
 
 def test_the_last_item_alone_is_incomplete_when_tokens_ran_out() -> None:
     parser = ScriptedParser(
-        ChatDelta("", "", (ToolCallDelta(0, "a", "f", "{}"),)), ChatDelta("", "", (ToolCallDelta(1, "b", "g", '{"x'),))
+        ChatDelta("", (ToolCallDelta(0, "a", "f", "{}"),)), ChatDelta("", (ToolCallDelta(1, "b", "g", '{"x'),))
     )
     response = stream(["1", "2"], "length", parser)[-1]["response"]
     assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
@@ -242,7 +258,8 @@ def test_each_token_has_its_logprobs_also_where_its_text_is_held_back() -> None:
     raw = events.opening(1, b"") + b"".join(events.delta(output, b"") for output in outputs[:-1])
     parsed = parse(raw + events.finish(outputs[-1], b"", is_fingerprinted=True))
     sent = [[entry["bytes"] for entry in event["logprobs"]] for event in parsed if "delta" in event]
-    assert sent == [[[72, 101]], [[0xC3], [0xA9]]]
+    assert sent == [[[72, 101]], [[0xC3], [0xA9]], [list(b"<end>")]]
+    assert [event["delta"] for event in parsed if "delta" in event] == ["He", "\u00e9", ""]
     (message,) = Response.model_validate(parsed[-1]["response"]).output
     entries = message.content[0].logprobs
     assert [entry.bytes for entry in entries] == [[72, 101], [0xC3], [0xA9], list(b"<end>")]
@@ -257,7 +274,7 @@ def test_each_token_has_its_logprobs_also_where_its_text_is_held_back() -> None:
 
 
 def test_usage_counts_cached_and_reasoning_tokens() -> None:
-    parser = ScriptedParser(ChatDelta("Hm", "", ()), ChatDelta(", yes", "", ()), ChatDelta("", "Yes", ()))
+    parser = ScriptedParser(ChatDelta("Hm", ()), ChatDelta(", yes", ()), ChatDelta("", ("Yes",)))
     events, _ = response_events(parser)
     source = RequestOutput("r", [1], [], True, num_cached_tokens=3)
     raw = events.reading([source]).opening(1, b"")

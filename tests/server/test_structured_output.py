@@ -233,6 +233,19 @@ def _resident_kb() -> int:
         return int(file.read().split()[1]) * 4
 
 
+LINKED: dict[str, Any] = {  # a list as generators of schemas write it: a type or null is a oneOf there
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"next": {"oneOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}},
+            "required": ["next"],
+            "additionalProperties": False,
+        }
+    },
+    "$ref": "#/$defs/node",
+}
+
+
 @pytest.mark.parametrize("keyword", REFUSED)
 def test_a_schema_keyword_that_cannot_be_followed_is_named(keyword: str) -> None:
     try:
@@ -256,6 +269,17 @@ def test_all_other_schemas_are_taken() -> None:
         ({"format": "date", "type": "string", "allOf": [{"pattern": "^2024"}]}, ['"2024-02-29"'], ['"2020-02-29"']),
         ({"type": "object", "properties": {"a": {"type": "integer"}}}, ['{"b":1}'], [r'{"b":1,"\u0061":"x"}']),
         ({"type": "array", "uniqueItems": False}, ["[1,1]"], ["1"]),
+        ({"type": "string", "pattern": "^[[a]$"}, ['"["', '"a"'], ['"]"']),
+        ({"type": "string", "pattern": r"^[^[\]]$"}, ['"x"'], ['"["', '"]"']),
+        ({"type": "string", "pattern": "^[a-z&&[^b]]$"}, ['"a]"', '"b]"', '"&]"', '"[]"'], ['"a"']),
+        ({"type": "string", "pattern": "^[!--]$"}, ['"!"', '"+"', '"-"'], ['"a"']),
+        ({"type": "string", "pattern": "^[a~~b]$"}, ['"~"', '"b"'], ['"c"']),
+        ({"type": "string", "pattern": r"^\[a[b]$"}, ['"[ab"'], ['"[a[b]"']),
+        ({"type": "string", "pattern": r"^[ -\x7f]$"}, ['"a"', '"~"'], ['"é"']),
+        ({"type": "string", "minLength": 1.0, "maxLength": 2.0}, ['"a"', '"ab"'], ['""', '"abc"']),
+        (LINKED, ['{"next":null}', '{"next":{"next":null}}'], ['{"next":5}', '{"next":{}}']),
+        ({"oneOf": [{"type": "integer"}, {"enum": ["a", True]}, {"const": None}]}, ["1", '"a"', "null"], ["false"]),
+        ({"oneOf": [{"type": ["array", "null"]}, {"type": "number"}]}, ["[]", "null", "1.5"], ['"a"', "{}"]),
         ({"enum": [{"uniqueItems": False, "format": "date"}]}, ['{"uniqueItems":false,"format":"date"}'], ["{}"]),
         ({"properties": {"uniqueItems": {"const": 1}, "format": {"const": "date"}}, "type": "object"}, ["{}"], ["1"]),
         (

@@ -190,3 +190,8 @@ def test_a_schema_that_cannot_be_followed_is_refused_when_its_call_is_forced() -
             with pytest.raises(RequestError) as caught:
                 certain(choice, tools=tools).grammar(None)
             assert caught.value.param == "tools[1].function.parameters"
+
+
+def test_a_choice_among_no_tools_is_shown_as_the_request_has_it() -> None:
+    with pytest.raises(RequestError, match=r"^tool_choice is \{'function': \{'name': 'f'\}, 'type': 'function'\} and"):
+        use(named("f"), tools=None)
