@@ -465,7 +465,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted; nothing was kept")
         return 130
-    print(directory)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever asked may be gone, and needs no traceback
+    print(directory, flush=True)
     return 0
 
 

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import zipfile
@@ -471,6 +472,16 @@ def test_file_that_is_no_gguf_is_a_conversion_error(tmp_path: Path) -> None:
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
+
+
+def test_it_says_nothing_where_nobody_waits_for_the_directory(model_directory: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-P", "-m", "engine.default_model"]
+    process = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert process.stderr == ""
+    assert process.returncode == -signal.SIGPIPE
 
 
 def run_command(cache_root: Path, *python_options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
