@@ -140,12 +140,12 @@ ENDPOINTS = (
 )
 
 
-def _server_error(request: Request, error: Exception) -> Response:
+async def _server_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServerError)
     return error_response(error, echoed_header(request))
 
 
-def _http_exception(request: Request, exc: Exception) -> Response:
+async def _http_exception(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     where = f"{request.method} {request.url.path}"
     error: ServerError
@@ -161,6 +161,6 @@ def _http_exception(request: Request, exc: Exception) -> Response:
     return error_response(error, dict(exc.headers or {}) | echoed_header(request))
 
 
-def _unexpected(request: Request, exc: Exception) -> Response:
+async def _unexpected(request: Request, exc: Exception) -> Response:
     logger.error("a request failed unexpectedly", exc_info=exc)
     return error_response(ServerError("the server failed; its log has the details"), echoed_header(request))

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from starlette.types import Receive
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.utils import is_ssl
 
 from server.errors import RequestError, ShuttingDownError
 from server.sink import EXTENSION, DeltaWriter, Headers, until_disconnect
@@ -152,6 +154,14 @@ class RingserveProtocol(HttpToolsProtocol):
         self._refusal = ""  # why the parser was stopped
         self._receiving_since_s: float | None = self.loop.time()  # of a request that is not all there
         self._stall = (-1, 0.0)  # bytes that wait for the client, and since when so many
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own too
+        """Do as uvicorn, less the two addresses, which nothing here asks for: they are half of what it costs."""
+        self._turns.note_newcomer()
+        self.connections.add(self)
+        self.transport = transport
+        self.flow = FlowControl(transport)
+        self.scheme = "https" if is_ssl(transport) else "http"
 
     def data_received(self, data: bytes) -> None:
         """Take it up now or, where many send at once, soon: until then nothing more is read. A GET is cheap."""

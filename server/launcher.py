@@ -29,7 +29,7 @@ from server.cors import Cors, CorsPolicy
 from server.errors import ShuttingDownError, StartupError
 from server.http_protocol import RingserveProtocol
 from server.kept_memory import KeptMemory, trim_memory
-from server.listener import accept, bound, listen, tls_context, url_of
+from server.listener import accept, allow_connections, bound, doubles, listen, tls_context, url_of
 from server.request_body import BodyReader
 from server.request_log import RequestLog
 from server.response_store import ResponseStore
@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
             receive_timeout_s=serve_config.receive_timeout,
         )
         self._sweep = ConnectionSweep(self.server_state.connections, limits)
-        self._acceptor: asyncio.Server | None = None
+        self._acceptors: list[asyncio.Server] = []
         self._death_task: asyncio.Task[None] | None = None
         self._throughput_log = ThroughputLog(llm.metrics)
         self._kept_memory = KeptMemory()
@@ -83,8 +83,9 @@ class Server(uvicorn.Server):
         make_protocol = functools.partial(
             RingserveProtocol, self.config, self.server_state, self.lifespan.state, turns=Turns()
         )
-        (listener,) = sockets or []
-        self._acceptor = await accept(listener, make_protocol, self.config.ssl, self._serve_config.receive_timeout)
+        for each in sockets or []:
+            limit_s = self._serve_config.receive_timeout
+            self._acceptors.append(await accept(each, make_protocol, self.config.ssl, limit_s))
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal is gone; uvicorn knows the others
             signal.signal(signal.SIGHUP, self.handle_exit)
         self._sweep.start()
@@ -116,8 +117,8 @@ class Server(uvicorn.Server):
             left_s = _DEATH_GRACE_S
         cutting_off = asyncio.get_running_loop().create_task(self._cut_off(left_s))
         self.config.timeout_graceful_shutdown = left_s + _CUT_OFF_S  # type: ignore[assignment]  # fractions too
-        if self._acceptor is not None:
-            self._acceptor.close()  # without wait_closed, as uvicorn has it: handshakes that never end would hold it up
+        for acceptor in self._acceptors:
+            acceptor.close()  # without wait_closed, as uvicorn has it: handshakes that never end would hold it up
         await super().shutdown(sockets)
         cutting_off.cancel()
         self._sweep.stop()
@@ -172,8 +173,11 @@ def serve(config: ServeConfig) -> int:
                 llm.metrics.on_finished.append(tracer)
             banner = _banner(serving, config, url_of(listener, config), time.monotonic() - started_s)
             server = Server(_uvicorn_config(config, serving, keys, tls), llm, config, banner)
+            allow_connections()
             listen(listener, config)
-            server.run(sockets=[listener])  # from here on its own signal handlers: a signal means drain
+            server.run(
+                sockets=[listener, *doubles(listener)]
+            )  # from here on its own signal handlers: a signal means drain
         finally:
             llm.kill()
     return server.exit_status

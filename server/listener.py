@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import resource
 import socket
 import ssl
 import stat
@@ -13,6 +14,7 @@ from server.config import ServeConfig
 from server.errors import StartupError
 
 _BACKLOG = 2048  # connections that wait to be accepted
+_ACCEPTS = 16  # in a turn of the loop; each costs one that has nothing to accept 3 us
 _UDS_MODE = 0o660  # owner and group: a proxy in front is in the group
 _CERT_REQS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
 
@@ -79,6 +81,21 @@ async def accept(
         ssl_handshake_timeout=receive_timeout_s or math.inf,
         ssl_shutdown_timeout=math.inf,  # connection_sweep.py knows whether the client still reads
     )
+
+
+def allow_connections() -> None:
+    """Let the process open as many files as the system allows: a connection is one, and 1,024 a usual first limit."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def doubles(listener: socket.socket) -> list[socket.socket]:
+    """Return the same listener again, some times: of each, libuv accepts one connection in a turn of the loop.
+
+    With one alone, thousands of connections come in as slowly as turns pass; those behind them wait, and once the queue
+    is full the kernel has them try again a second later.
+    """
+    return [listener.dup() for _ in range(_ACCEPTS - 1)]
 
 
 def tls_context(config: ServeConfig) -> ssl.SSLContext | None:

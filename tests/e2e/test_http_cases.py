@@ -287,6 +287,16 @@ def raw_exchange(port: int, data: bytes) -> bytes:
     return received
 
 
+def test_errors_are_answered_without_a_thread(start_server) -> None:
+    server = start_server("--engine", "synthetic")
+    tasks = Path(f"/proc/{server.process.pid}/task")
+    server.complete(prompt="a", max_tokens=2)
+    num_threads = len([*tasks.iterdir()])
+    for path in ("/v1/completions", "/health", "/nowhere"):
+        assert 400 <= server.post(path).status_code < 500
+    assert len([*tasks.iterdir()]) == num_threads
+
+
 def test_what_is_no_http_gets_the_error_shape(synthetic) -> None:
     head, _, body = raw_exchange(synthetic.port, b"\x16\x03\x01 nonsense\r\n\r\n").partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")

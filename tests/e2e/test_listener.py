@@ -1,7 +1,9 @@
 """TLS, Unix sockets and a path prefix, each with a stream that takes the short way to its transport."""
 
+import asyncio
 import contextlib
 import json
+import resource
 import socket
 import ssl
 import subprocess
@@ -10,10 +12,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvloop
 
 from server.config import ServeConfig
 from server.errors import StartupError
-from server.listener import bound, listen, tls_context
+from server.listener import bound, doubles, listen, tls_context
 from tests.e2e.conftest import CLI, wait_until
 
 SYNTHETIC = ("--engine", "synthetic", "--max-model-len", "2048")
@@ -264,3 +267,48 @@ def test_a_unix_socket_of_a_loading_server_is_its_own_and_another_servers_is_lef
         file.unlink()
         file.write_text("another's")
     assert file.read_text() == "another's"
+
+
+def test_a_turn_of_the_loop_accepts_many_connections() -> None:
+    num_clients, accepted = 64, list[asyncio.BaseTransport]()
+
+    class Accepting(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            accepted.append(transport)
+
+    async def count_turns(listener: socket.socket) -> int:
+        loop = asyncio.get_running_loop()
+        servers = [await loop.create_server(Accepting, sock=each) for each in (listener, *doubles(listener))]
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(num_clients)]
+        num_turns = 0
+        while len(accepted) < num_clients:
+            await asyncio.sleep(0)
+            num_turns += 1
+        for each in (*accepted, *clients, *servers):
+            each.close()
+        return num_turns
+
+    config = ServeConfig(port=0)
+    with bound(config) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        listen(listener, config)
+        assert runner.run(count_turns(listener)) < num_clients / 4
+
+
+def test_a_server_takes_more_connections_than_a_shells_usual_limit_of_files(start_server) -> None:
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < 2048:
+        pytest.skip(f"no process may have more than {most} files open here")
+    clients: list[socket.socket] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, most))
+        server = start_server(*SYNTHETIC)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        clients += [socket.create_connection(("127.0.0.1", server.port)) for _ in range(1100)]
+        for each in clients:
+            each.sendall(b"GET /ping HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert all(each.recv(100).startswith(b"HTTP/1.1 200 ") for each in clients)
+    finally:
+        for each in clients:
+            each.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    assert server.stop() == 0

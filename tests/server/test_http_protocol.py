@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -27,6 +28,7 @@ from server.turns import Turns
 LIMIT_S = 30.0
 GET = b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n"
+UNSET = object()
 UPGRADE = "uvicorn changed: see server/http_protocol.py"
 
 
@@ -107,6 +109,25 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+async def test_a_new_connection_has_what_uvicorn_gives_it_but_for_the_addresses() -> None:
+    transport, given = FakeTransport(), list[dict[str, Any]]()
+    for kind in (httptools_impl.HttpToolsProtocol, RingserveProtocol):
+        connection = Connection(kind)
+        protocol = connection.protocol
+        assert connection.state.connections == {protocol}
+        before = dict.fromkeys(vars(protocol))
+        for name in before:
+            setattr(protocol, name, UNSET)
+        protocol.connections, protocol.logger, protocol._turns = set(), logging.getLogger("a"), Turns()
+        kept = dict(vars(protocol))
+        protocol.connection_made(transport)
+        given.append({name: value for name, value in vars(protocol).items() if value is not kept.get(name)})
+    theirs, ours = given
+    assert set(theirs) - set(ours) == {"server", "client"}, UPGRADE
+    assert {name: type(value) for name, value in ours.items()} == {name: type(theirs[name]) for name in ours}, UPGRADE
+    assert ours["scheme"] == theirs["scheme"], UPGRADE
 
 
 async def test_uvicorn_has_the_names_that_are_touched(connection: Connection) -> None:

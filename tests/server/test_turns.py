@@ -1,7 +1,7 @@
 import asyncio
 import functools
 
-from server.turns import _PIECES, Turns
+from server.turns import _PIECES, _PIECES_BESIDE_NEWCOMERS, Turns
 
 
 async def turn() -> None:
@@ -43,3 +43,16 @@ async def test_each_turn_has_room_again() -> None:
         assert [turns.try_take() for _ in range(_PIECES + 1)] == [True] * _PIECES + [False]
         await turn()
         await turn()
+
+
+async def test_while_connections_come_in_a_turn_takes_less() -> None:
+    turns, taken = Turns(), list[int]()
+    for n in range(2 * _PIECES):
+        turns.wait(functools.partial(taken.append, n))
+    for num_turns in (1, 2):
+        turns.note_newcomer()
+        await turn()
+        assert taken == [*range(num_turns * _PIECES_BESIDE_NEWCOMERS)]
+    assert not turns.try_take()
+    await turn()
+    assert len(taken) == 2 * _PIECES_BESIDE_NEWCOMERS + _PIECES
