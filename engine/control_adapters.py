@@ -1,6 +1,6 @@
 """LoRA adapters that come and go while the real engine runs. On the loop's thread, but for `read`."""
 
-from pathlib import Path
+import os.path
 
 from engine.adapters import Adapter, load_adapter
 from engine.errors import AdapterError
@@ -17,7 +17,7 @@ class ModelAdapters:
 
     def read(self, name: str, path: str) -> Adapter:
         """Read a PEFT directory."""
-        if not Path(path).is_dir():
+        if not os.path.isdir(path):  # noqa: PTH112  # Path's raises for what is too long to be a name
             raise CallError(f"there is no adapter at {path}: name a PEFT directory", fault="not_found")
         try:
             return load_adapter(name, path)

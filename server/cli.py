@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from server import config_file
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; return the exit status: 0 well ended, 1 the engine died, 2 a bad flag, model or port."""
+    _open_standard_streams()
     options = _parser().parse_args(arguments)
     commands: dict[str, Callable[[argparse.Namespace], int]] = {"serve": _serve, "bench": _bench, "pull": _pull}
     try:
@@ -32,6 +34,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _open_standard_streams() -> None:
+    """Give those that were closed (`2>&-`) to /dev/null: else a connection gets the number, and what is said there."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = Path(os.devnull).open(mode)  # noqa: SIM115  # for as long as the process lives
+            os.set_inheritable(stream.fileno(), True)  # the engine speaks there too
+            setattr(sys, name, stream)
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
 import asyncio
 import typing
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -109,7 +109,7 @@ class CollectiveRpcRequest(msgspec.Struct, kw_only=True):
     method: str
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    timeout: float | None = None  # seconds
+    timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None  # seconds
 
 
 class CollectiveRpcResponse(msgspec.Struct):

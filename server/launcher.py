@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib.metadata
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -90,7 +91,7 @@ class Server(uvicorn.Server):
         self._sweep.start()
         trim_memory()  # 18 MB that loading the tokenizer has left
         self._kept_memory.start()
-        print(self._banner, flush=True)
+        _announce(self._banner)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  # a signal handler's
         """First signal: drain. Second: end at once. Neither is raised again afterwards: a drain exits with 0."""
@@ -257,6 +258,15 @@ def _terminating_signals() -> Iterator[None]:
         for each, handler in previous.items():
             has_come = signal.getsignal(each) is not leave
             signal.signal(each, signal.SIG_IGN if has_come else handler)  # Python's own last steps need no other
+
+
+def _announce(banner: str) -> None:
+    """Write to standard output; a full disk or a closed pipe there ends no server."""
+    try:
+        print(banner, flush=True)
+    except OSError as exc:
+        logger.warning("cannot write to standard output: %s; what was to be said is: %s", exc, banner)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own end fails
 
 
 def _banner(serving: Serving, config: ServeConfig, url: str, elapsed_s: float) -> str:

@@ -40,14 +40,15 @@ class ColourFormatter(logging.Formatter):
         return f"\033[{_COLOURS.get(record.levelno, '0')}m{name}\033[0m{line.removeprefix(name)}"
 
 
-def configure_logging(form: str, process: str, stream: TextIO = sys.stderr) -> None:
+def configure_logging(form: str, process: str, stream: TextIO | None = None) -> None:
     """Send the log, and Python's warnings, to `stream`, at level INFO.
 
     Args:
         form: One of FORMATS.
         process: What each line calls this process.
-        stream: In text form its lines are coloured if it is a terminal.
+        stream: In text form its lines are coloured if it is a terminal; None: standard error.
     """
+    stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
     if form == "json":
         handler.setFormatter(JsonFormatter(process))

@@ -125,6 +125,8 @@ def test_collective_rpc_calls_the_table_and_nothing_else(server: RunningServer) 
         assert server.post("/collective_rpc", method=method).status_code == 400
     for name in ("depth", "self", "method", "args"):
         assert server.post("/collective_rpc", method="sleep", kwargs={name: 1}).status_code == 400
+    for timeout in (0, -1):
+        assert server.post("/collective_rpc", method="is_sleeping", timeout=timeout).status_code == 400
     running = complete(server, 400)
     wait_until(lambda: server.load()["num_requests_running"] == 1, 30)
     late = server.post("/collective_rpc", method="pause", args=["wait"], timeout=0.05)

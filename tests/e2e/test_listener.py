@@ -196,6 +196,30 @@ def test_a_unix_socket_serves_streams_and_is_removed_at_the_end(plain_events, tm
     assert not path.exists()
 
 
+@pytest.mark.parametrize(
+    ("redirections", "said"), [(">/dev/full", "cannot write to standard output"), (">&- 2>&-", "")]
+)
+def test_a_server_that_cannot_write_where_it_says_that_it_is_ready_serves(
+    redirections: str, said: str, tmp_path
+) -> None:
+    path = tmp_path / "s.sock"
+    command = ["/bin/sh", "-c", f'exec "$@" {redirections}', "sh", *CLI, "serve", *SYNTHETIC, "--uds", str(path)]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    def is_healthy() -> bool:
+        with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
+            client.connect(str(path))
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            return client.recv(100).startswith(b"HTTP/1.1 200 ")
+        return False
+
+    wait_until(lambda: server.poll() is not None or is_healthy(), 30)
+    server.terminate()
+    _, stderr = server.communicate(timeout=30)
+    assert server.returncode == 0, stderr
+    assert said in stderr
+
+
 def test_a_socket_that_a_killed_server_left_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
     stale, file = tmp_path / "stale", tmp_path / "file"
     with socket.socket(socket.AF_UNIX) as left:
