@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from server.reasoning import MARKERS, ReasoningText, ThinkSplitter
 from server.tool_formats import TEXT
-from server.tool_parser import TextOrCall, ToolCallDelta, ToolFormat, ToolParser, ToolText, calls_of, content_of
+from server.tool_parser import TextOrCall, ToolCallDelta, ToolFormat, ToolParser
 
 
 class ChatDelta(NamedTuple):
@@ -17,12 +17,12 @@ class ChatDelta(NamedTuple):
     @property
     def content(self) -> str:
         """All content."""
-        return content_of(self.parts)
+        return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
     def tool_calls(self) -> tuple[ToolCallDelta, ...]:
         """All calls."""
-        return calls_of(self.parts)
+        return tuple(part for part in self.parts if isinstance(part, ToolCallDelta))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +88,7 @@ class ChatParser:
         """Return the finish reason of a choice that ended with `reason`."""
         return self._parsing.call_finish if reason == "stop" and self.has_tool_calls else reason
 
-    def _delta(self, reasoning: str, tools: ToolText) -> ChatDelta:
-        parts = tools.parts
+    def _delta(self, reasoning: str, parts: tuple[TextOrCall, ...]) -> ChatDelta:
         if not self._parsing.is_parallel:
             parts = tuple(part for part in parts if isinstance(part, str) or part.index == 0)
         return ChatDelta(reasoning if self._parsing.include_reasoning else "", parts)

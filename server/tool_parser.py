@@ -6,10 +6,10 @@ or are no JSON stay what the model wrote, up to where its format would end them:
 White space between calls, and around them where there is nothing else, belongs to the format and is no content.
 """
 
+import itertools
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 
@@ -28,33 +28,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, gc=False):
     arguments: str
 
 
-TextOrCall = str | ToolCallDelta
-
-
-class ToolText(NamedTuple):
-    """What a piece of text has brought: content and calls, in the order in which the model wrote them."""
-
-    parts: tuple[TextOrCall, ...]
-
-    @property
-    def content(self) -> str:
-        """All content."""
-        return content_of(self.parts)
-
-    @property
-    def tool_calls(self) -> tuple[ToolCallDelta, ...]:
-        """All calls."""
-        return calls_of(self.parts)
-
-
-def content_of(parts: Iterable[TextOrCall]) -> str:
-    """Return the content among parts of an output."""
-    return "".join(part for part in parts if isinstance(part, str))
-
-
-def calls_of(parts: Iterable[TextOrCall]) -> tuple[ToolCallDelta, ...]:
-    """Return the calls among parts of an output."""
-    return tuple(part for part in parts if isinstance(part, ToolCallDelta))
+TextOrCall = str | ToolCallDelta  # texts and calls stand in the order in which the model wrote them
 
 
 def call_id() -> str:
@@ -133,18 +107,18 @@ class ToolParser:
         """Whether a call has begun."""
         return self._num_calls > 0
 
-    def push(self, text: str) -> ToolText:
+    def push(self, text: str) -> tuple[TextOrCall, ...]:
         """Take a piece of text."""
         self.text.add(text)
         next(self._reading)
         return self._collected()
 
-    def finish(self) -> ToolText:
+    def finish(self) -> tuple[TextOrCall, ...]:
         """Return what was held back."""
         self.text.end()
         next(self._reading, None)
         if not self.has_tool_calls:
-            self._add(self._space)
+            self._parts.append(self._space)
         return self._collected()
 
     def give(self, text: str) -> None:
@@ -155,7 +129,7 @@ class ToolParser:
                 self._space = text
                 return
             self._is_blank = False
-        self._add(text)
+        self._parts.append(text)
 
     def give_held(self) -> None:
         """Take back what looked like a call."""
@@ -273,16 +247,14 @@ class ToolParser:
         self.argue(arguments)
         return True
 
-    def _collected(self) -> ToolText:
-        text, self._parts = ToolText(tuple(self._parts)), []
-        return text
-
-    def _add(self, text: str) -> None:
-        newest = self._parts[-1] if self._parts else None
-        if isinstance(newest, str):
-            self._parts[-1] = newest + text
-        elif text:
-            self._parts.append(text)
+    def _collected(self) -> tuple[TextOrCall, ...]:
+        """Take what there is, texts that follow one another as one: thousands come where much could begin a call."""
+        collected: list[TextOrCall] = []
+        for kind, group in itertools.groupby(self._parts, type):
+            parts = [*group]
+            collected += filter(None, ["".join(map(str, parts))]) if kind is str else parts
+        self._parts = []
+        return tuple(collected)
 
 
 def _text_of(raw: str) -> str:
