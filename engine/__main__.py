@@ -17,7 +17,7 @@ from engine.interface import Engine
 from engine.link import EngineLink
 from engine.step_log import StepLog
 from shm_transport import process
-from shm_transport.errors import PeerDiedError
+from shm_transport.errors import PeerDiedError, SegmentError
 from shm_transport.log_format import configure_logging
 
 logger = logging.getLogger("engine")
@@ -33,7 +33,11 @@ def main() -> int:
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     process.die_with_parent(config["link"]["server_pid"])
-    link = EngineLink(**config["link"])
+    try:
+        link = EngineLink(**config["link"])
+    except (SegmentError, PeerDiedError) as exc:  # there is nobody to tell but the terminal
+        logger.error("%s", exc)
+        return 1
     try:
         engine = _load(config)
         step_log = StepLog(Path(config["step_log"])) if config.get("step_log") else None

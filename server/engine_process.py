@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _READY_POLL_S = 0.005
 _STOP_TIMEOUT_S = 2.0  # from the order to shut down to SIGKILL
+_STEP, _REQUEST = "-step", "-request"  # ends of the rings' names
 _SHUTDOWN_CALL = json.dumps({"method": "shutdown"}).encode()
 
 
@@ -59,17 +60,13 @@ class EngineProcess:
             StartupError: If shared memory is too small, or the engine could not load.
         """
         self._step_timeout_s = step_timeout_s
-        self._segments: list[segment.Segment] = []
+        self._base_name, self._epoch = segment.new_base_name(), segment.new_epoch()
         self.is_stopping = self.has_died = False
         with contextlib.ExitStack() as undo:  # whatever ends this, Ctrl-C at any moment too, leaves no name behind
             undo.callback(self._unlink)
-            try:
-                self._create(rings)
-            except TransportError as exc:
-                raise StartupError(str(exc)) from exc
+            step_segment, request_segment = self._create(rings)
             self.process = self._launch(command_config)
             undo.callback(self._end_process)
-            step_segment, request_segment = self._segments
             self.reader = StepReader(step_segment)
             self.waiter = make_waiter(wait_strategy, self.reader.consumer, self.process.pid)
             undo.callback(self.waiter.close)
@@ -144,18 +141,18 @@ class EngineProcess:
         self.process.kill()
         self.process.wait()
 
-    def _create(self, rings: RingConfig) -> None:
-        for name in segment.unlink_stale():
-            logger.info("removed /dev/shm/%s, left by a server that was killed", name)
-        self._base_name, self._epoch = segment.new_base_name(), segment.new_epoch()
-        headers = (segment.step_header(rings, self._epoch), segment.request_header(rings, self._epoch))
-        for suffix, header in zip(("-step", "-request"), headers, strict=True):
-            self._segments.append(segment.create(self._base_name + suffix, header))
+    def _create(self, rings: RingConfig) -> tuple[segment.Segment, segment.Segment]:
+        try:
+            for name in segment.unlink_stale():
+                logger.info("removed /dev/shm/%s, left by a server that was killed", name)
+            step_segment = segment.create(self._base_name + _STEP, segment.step_header(rings, self._epoch))
+            return step_segment, segment.create(self._base_name + _REQUEST, segment.request_header(rings, self._epoch))
+        except TransportError as exc:
+            raise StartupError(str(exc)) from exc
 
     def _launch(self, command_config: dict[str, Any]) -> subprocess.Popen[bytes]:
-        step_segment, request_segment = self._segments
         link = {
-            "step_ring": step_segment.name, "request_ring": request_segment.name, "epoch": self._epoch,
+            "step_ring": self._base_name + _STEP, "request_ring": self._base_name + _REQUEST, "epoch": self._epoch,
             "server_pid": os.getpid(),
         }  # fmt: skip
         # -P: no ./engine of the folder that the user happens to be in is run
@@ -190,5 +187,6 @@ class EngineProcess:
                 time.sleep(_READY_POLL_S)
 
     def _unlink(self) -> None:
-        for created in self._segments:
-            created.unlink()
+        """Remove the rings' names, also those of a ring that a signal has left half made."""
+        for suffix in (_STEP, _REQUEST):
+            segment.unlink_names(self._base_name + suffix)

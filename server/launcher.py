@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from uvicorn.server import HANDLED_SIGNALS
 
 from server.api_keys import guarded, read_keys
 from server.app import build_app
@@ -86,12 +87,17 @@ class Server(uvicorn.Server):
         )
         (listener,) = sockets or []
         self._acceptors = await accept(listener, make_protocol, self.config.ssl, self._serve_config.receive_timeout)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal is gone; uvicorn knows the others
-            signal.signal(signal.SIGHUP, self.handle_exit)
         self._sweep.start()
         trim_memory()  # 18 MB that loading the tokenizer has left
         self._kept_memory.start()
         _announce(self._banner)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Hear signals to end from here to the process's end: what comes after the drain must not disturb the rest."""
+        for each in {*HANDLED_SIGNALS, *_heard_signals()}:  # uvicorn's also where a shell made them ignored
+            signal.signal(each, self.handle_exit)
+        yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  # a signal handler's
         """First signal: drain. Second: end at once. Neither is raised again afterwards: a drain exits with 0."""
@@ -250,7 +256,7 @@ def _terminating_signals() -> Iterator[None]:
             signal.signal(each, lambda *_: None)
         sys.exit(128 + signum)
 
-    heard = [each for each in _ENDING_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+    heard = _heard_signals()
     previous = {each: signal.signal(each, leave) for each in heard}
     try:
         yield
@@ -258,6 +264,10 @@ def _terminating_signals() -> Iterator[None]:
         for each, handler in previous.items():
             has_come = signal.getsignal(each) is not leave
             signal.signal(each, signal.SIG_IGN if has_come else handler)  # Python's own last steps need no other
+
+
+def _heard_signals() -> list[signal.Signals]:
+    return [each for each in _ENDING_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
 
 
 def _announce(banner: str) -> None:

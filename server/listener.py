@@ -33,13 +33,14 @@ def bound(config: ServeConfig) -> Iterator[socket.socket]:
         with _bind_port(config) as listener:
             yield listener
         return
-    path = Path(config.uds)
-    with _bind_path(path) as listener:
-        own = _file_of(path)
-        try:
+    path, own = Path(config.uds), None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:  # around the bind too: a signal may end the server right after it
+            _bind_path(listener, path)
+            own = _file_of(path)
             yield listener
         finally:
-            if _file_of(path) == own:
+            if _file_of(path) == own if own else listener.getsockname():
                 path.unlink(missing_ok=True)
 
 
@@ -148,18 +149,15 @@ def _bind_port(config: ServeConfig) -> socket.socket:
     return listener
 
 
-def _bind_path(path: Path) -> socket.socket:
+def _bind_path(listener: socket.socket, path: Path) -> None:
     """Bind a Unix socket; one that a killed server has left is replaced, a file of another kind never."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _is_served(path):
             path.unlink()
         listener.bind(str(path))
         path.chmod(_UDS_MODE)
     except OSError as exc:
-        listener.close()
         raise StartupError(f"cannot bind {path}: {exc.strerror or exc}; choose another --uds") from exc
-    return listener
 
 
 def _file_of(path: Path) -> tuple[int, int] | None:

@@ -2,13 +2,18 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import resource
 import socket
 import ssl
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import httpx
 import pytest
@@ -231,6 +236,33 @@ def test_a_socket_that_a_killed_server_left_is_replaced_and_a_file_is_not(tmp_pa
     with pytest.raises(StartupError, match="cannot bind"), bound(ServeConfig(uds=str(file))):
         pass
     assert file.read_text() == "mine"
+
+
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # interrupted before its `with` begins
+def test_a_signal_at_any_moment_of_binding_leaves_no_socket(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+
+    def is_bound_within(num_lines: int) -> bool:
+        moments = iter(range(num_lines))
+
+        def interrupt(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+            if not frame.f_code.co_filename.endswith("server/listener.py"):
+                return None
+            if event == "line" and next(moments, None) is None:
+                raise KeyboardInterrupt  # as a signal's handler does, which ends the tracing too
+            return interrupt
+
+        with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
+            stack.callback(sys.settrace, sys.gettrace())
+            sys.settrace(interrupt)
+            with bound(ServeConfig(uds=str(path))):
+                sys.settrace(None)
+                return True
+        return False
+
+    num_lines = next(num_lines for num_lines in itertools.count() if is_bound_within(num_lines) or path.exists())
+    assert not path.exists()
+    assert num_lines > 10
 
 
 def test_a_path_prefix_is_the_proxys_and_keys_know_it(plain_events) -> None:

@@ -278,6 +278,19 @@ def test_another_signal_while_start_up_is_undone_changes_nothing(delay_ms: int, 
     assert not path.exists()
 
 
+def test_signals_until_the_last_moment_leave_nothing(tmp_path: Path, wait) -> None:
+    path = tmp_path / "socket"
+    command = [*CLI, "serve", *SYNTHETIC, "--uds", str(path)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE)
+    with server:
+        assert server.stdout is not None
+        server.stdout.readline()  # it is ready
+        while not has_ended(server):
+            server.terminate()
+    assert server.returncode == 0  # drained, if not in peace
+    assert not path.exists()
+
+
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
     return process.poll() is not None
 
