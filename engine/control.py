@@ -8,15 +8,15 @@ import enum
 import inspect
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from engine.interface import AdapterStore, CallError, Engine, MemoryPart, RequestFailedError
 from engine.link import EngineLink
 from engine.stepper import Stepper
-from shm_transport.messages import AddRequest
+from shm_transport.messages import AddRequest, Fork
 from shm_transport.request_ring import Call
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,6 @@ class Control:
         self._state = _State.RUNNING
         self._num_resumes = 0
         self._held: list[AddRequest] = []  # came while draining
-        self._aborted: list[int] = []  # some of those, perhaps
         self._asleep: set[str] = set()
         self._waiting: list[_Waiting] = []
         self._reader = ThreadPoolExecutor(1, "ringserve-adapters")
@@ -102,7 +101,8 @@ class Control:
     def abort(self, handles: list[int]) -> None:
         """Drop requests wherever they are."""
         if self._held:
-            self._aborted += handles
+            gone = set(handles)
+            self._held = [left for each in self._held if (left := _without(each, gone)) is not None]
         self._engine.abort(handles)
         self._link.note_aborted(len(handles))
 
@@ -289,8 +289,6 @@ class Control:
         held, self._held = self._held, []
         for request in held:
             self.add(request)
-        aborted, self._aborted = self._aborted, []
-        self._engine.abort(aborted)
 
     def _release(self) -> None:
         for part in _PARTS:
@@ -314,6 +312,15 @@ class Control:
             return _NOT_YET
         store = self._engine.adapters
         return True if store is None or store.try_free() else _NOT_YET
+
+
+def _without(request: AddRequest, gone: Set[int]) -> AddRequest | None:
+    """Return a request without those of its sequences that are gone; None if none is left."""
+    sequences = (Fork(request.handle, request.seed), *request.forks)
+    left = [each for each in sequences if each.handle not in gone]
+    if len(left) == len(sequences):
+        return request
+    return replace(request, handle=left[0].handle, seed=left[0].seed, forks=tuple(left[1:])) if left else None
 
 
 def _check(is_good: bool, message: str, fault: Any = "invalid") -> None:

@@ -159,6 +159,19 @@ def test_a_held_request_that_was_aborted_is_not_run(played: Played) -> None:
     assert played.live == {2}
 
 
+def test_nothing_is_kept_of_a_held_request_that_was_aborted(played: Played) -> None:
+    played.control.add(add(1))
+    played.order("pause", "wait")
+    played.control.add(add(99))  # the engine would refuse it
+    played.control.add(add(2, 3, 4))
+    played.control.abort([99, 2])
+    played.control.abort([4])
+    assert [(held.handle, held.forks) for held in played.control._held] == [(3, ())]
+    played.order("resume")
+    assert played.live == {1, 3}
+    assert ("failure", 99) not in played.events
+
+
 def test_a_held_request_that_cannot_run_fails_when_its_turn_comes(played: Played) -> None:
     played.control.add(add(1))
     played.order("pause", "wait")
