@@ -32,7 +32,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)  # where those are, in order of the tokens
     num_registered_blocks: int = 0  # the first of `block_ids`, which the pool can find by their content
     content_id: int = 0  # the pool's name for the content of the last of those
-    num_cached_tokens: int = 0  # of the prompt, that the pool had when this was given a seat
+    num_cached_tokens: int = 0  # of the prompt, that the pool had when this was first given a seat
     num_preemptions: int = 0
     num_collected_tokens: int = 0  # of the prompt, that `collector` has taken in; of a fork's all, for it wants none
     forks: list["Request"] = field(default_factory=list)  # wait until this one's prompt has been computed

@@ -1,8 +1,8 @@
 """Decides who runs in each step and who is done. Pure Python, no torch; called by the engine's loop thread alone.
 
 Continuous batching: requests join and leave at every step. A step takes one token of each request that decodes, then as
-many prompt tokens as the chunk budget allows: of prompts that are under way, then of requests that wait, first come
-first served within a priority. A request holds the blocks of its whole prompt from its first chunk on, and takes one
+many prompt tokens as the chunk budget allows, of prompts that are under way and of requests that wait: first come first
+served within a priority. A request holds the blocks of its whole prompt from its first chunk on, and takes one
 more block whenever its output needs one. When there is none, the newest running request gives up its blocks and waits
 again; what it had computed is found in the prefix cache, if it is still there, or computed again.
 """
@@ -10,7 +10,7 @@ again; what it had computed is found in the prefix cache, if it is still there, 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from shm_transport.records import GRAMMAR_END, MAX_LOGPROBS, FinishReason, Pooli
 _UNKNOWN_TOKEN = 0  # stands for one that is being computed; any id of every vocabulary
 NO_TOKEN = -1  # an eos_token_id that is none, a stop_token_id that says EOS or nothing
 _RANK = attrgetter("rank")
+_LAST_RANK = (inf, 0)  # behind all others
 _MAX_SCORED_TOKENS = 512  # of a prompt whose logprobs are wanted, a step: their logits are held all at once
 
 
@@ -187,10 +188,7 @@ class Scheduler:
         plan = Plan()
         num_preemptions = self.num_preemptions
         self._plan_decodes(plan)
-        budget = self._budget.tokens(has_decodes=bool(plan.decodes))
-        budget = self._plan_running_chunks(plan, budget)
-        if self.num_preemptions == num_preemptions:  # else those who just lost their blocks would take them back
-            self._admit(plan, budget, now_ns)
+        self._plan_chunks(plan, now_ns, may_admit=self.num_preemptions == num_preemptions)
         plan.sampled[:0] = plan.decodes
         plan.sampled_rows[:0] = range(len(plan.decodes))
         return plan
@@ -335,23 +333,35 @@ class Scheduler:
         self.num_preemptions += 1
         insort(self._waiting, request, key=_RANK)  # to the front: it came before all that wait with its priority
 
-    def _plan_running_chunks(self, plan: Plan, budget: int) -> int:
-        """Go on with the prompts under way; returns what is left of the budget."""
-        for request in tuple(self._running):
-            if budget > 0 and not request.is_decoding:
-                budget -= self._add_chunk(plan, request, budget)
-        return budget
+    def _plan_chunks(self, plan: Plan, now_ns: int, *, may_admit: bool) -> None:
+        """Spend the budget by rank, on prompts under way and on those who wait.
 
-    def _admit(self, plan: Plan, budget: int, now_ns: int) -> None:
-        """Seat those who wait while seats, blocks and budget last: nobody overtakes the head of the queue."""
-        while self._waiting and budget > 0:
+        Not on the latter in a step that preempts: those who just lost their blocks would take them back.
+        """
+        budget = self._budget.tokens(has_decodes=bool(plan.decodes))
+        for request in tuple(self._running):
+            if not request.is_decoding:
+                if may_admit:
+                    budget = self._admit(plan, budget, now_ns, before=request.rank)
+                if budget > 0:
+                    budget -= self._add_chunk(plan, request, budget)
+        if may_admit:
+            self._admit(plan, budget, now_ns, before=_LAST_RANK)
+
+    def _admit(self, plan: Plan, budget: int, now_ns: int, *, before: tuple[float, int]) -> int:
+        """Seat those who wait and rank before another, while seats, blocks and budget last; returns what is left of it.
+
+        Nobody overtakes the head of the queue.
+        """
+        while self._waiting and budget > 0 and self._waiting[0].rank < before:
             num_taken = len(self._running) + sum(len(request.forks) for request in self._running)
             if num_taken >= self._max_num_seqs or not self._try_hold_blocks(self._waiting[0]):
-                return
+                break
             request = self._waiting.pop(0)
             insort(self._running, request, key=_RANK)
             request.first_scheduled_ns = request.first_scheduled_ns or now_ns
             budget -= self._add_chunk(plan, request, budget)
+        return budget
 
     def _try_hold_blocks(self, request: Request) -> bool:
         """Give the request blocks for all its tokens, found ones first; leaves one for each who runs to grow into."""
@@ -364,7 +374,7 @@ class Scheduler:
         request.num_registered_blocks = len(prefix.block_ids)
         request.content_id = prefix.content_id
         request.num_computed_tokens = len(prefix.block_ids) * pool.block_size
-        if not request.output_token_ids:
+        if not request.num_preemptions:  # else it may find what it has computed itself
             request.num_cached_tokens = request.num_computed_tokens
         pool.counters.num_queried_tokens += request.num_tokens
         pool.counters.num_hit_tokens += request.num_computed_tokens

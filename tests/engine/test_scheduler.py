@@ -126,6 +126,17 @@ def test_a_lower_priority_number_goes_first_and_equal_ones_by_arrival(make: Make
     assert [handles(step(scheduler).sampled) for _ in range(4)] == [[3], [1], [4], [2]]
 
 
+def test_a_long_prompt_under_way_does_not_hold_up_one_of_a_lower_priority_number(make: MakeScheduler) -> None:
+    scheduler = make(budget=FixedBudget(alone=10, beside_decodes=10))
+    scheduler.add(request(1, 35, priority=1))
+    assert chunks(step(scheduler)) == [(1, 10)]
+    for handle, priority in ((2, 1), (3, 0), (4, -1)):
+        scheduler.add(request(handle, 6, priority=priority))
+    assert chunks(step(scheduler)) == [(4, 6), (3, 4)]
+    scheduler.drop([4])
+    assert chunks(step(scheduler)) == [(3, 2), (1, 8)]
+
+
 def test_seats_are_given_in_order_and_again_once_free(make: MakeScheduler) -> None:
     scheduler = make(max_num_seqs=3)
     for handle in range(5):
@@ -302,6 +313,21 @@ def test_the_newest_loses_its_blocks_when_they_run_out_and_goes_on_from_the_cach
     assert handles(plan.sampled) == [2, 3]  # it stands before those that came after it
     assert plan.chunks[0].num_tokens < 7 + len(tokens)  # not all again
     assert second.output_token_ids == [*tokens, 7]
+
+
+def test_what_a_request_computed_before_it_was_preempted_does_not_count_as_found(make: MakeScheduler) -> None:
+    scheduler = make(num_blocks=9, budget=FixedBudget(alone=100, beside_decodes=2))
+    scheduler.add(request(1, list(range(4)), max_tokens=1))
+    step(scheduler)
+    scheduler.add(request(2, 7, max_tokens=20))
+    step(scheduler)
+    scheduler.add(request(3, list(range(21))))
+    while scheduler.num_preemptions == 0 and scheduler.is_live(2):
+        step(scheduler)
+    scheduler.drop([2])
+    plan = step(scheduler)
+    assert plan.chunks[0].num_tokens < 21 - 4
+    assert [(one.handle, one.num_preemptions, one.num_cached_tokens) for one in plan.sampled] == [(3, 1, 4)]
 
 
 def test_of_those_who_run_the_one_of_the_least_priority_is_preempted(make: MakeScheduler) -> None:
