@@ -58,9 +58,14 @@ def check(
         copies: How often each sequence is in the batch, at most _MAX_COPIES: more rows can mean another kernel.
 
     Raises:
-        UnsupportedModelError: If they differ by more than rounding.
+        UnsupportedModelError: If they differ by more than rounding, or the model cannot be run so.
     """
-    found = _forward_as_engine(runner, list(sequences) * copies)
+    try:
+        found = _forward_as_engine(runner, list(sequences) * copies)
+    except Exception as exc:  # whatever a model raises when it is called in a way that it was not made for
+        raise UnsupportedModelError(
+            f"{architecture} cannot be run in the engine's way ({exc!r}): serve another architecture"
+        ) from exc
     error = _relative_error(found, reference.repeat(copies, 1, 1))
     tolerance = _TOLERANCES.get(runner.dtype, max(_TOLERANCES.values()))
     if not error <= tolerance:  # a NaN fails too

@@ -20,9 +20,14 @@ step_attention: ContextVar[Attention] = ContextVar("step_attention")  # of the f
 
 
 def _registered_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **kwargs: Any
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001 - None, since no mask function goes by our name; some pass it by its own
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls; `_mask` is None, since no mask function goes by our name."""
+    """What transformers calls."""
     options = Options(*(kwargs.get(name) for name in ("scaling", "sliding_window", "softcap", "s_aux")))
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     layer = int(module.layer_idx)  # type: ignore[arg-type]

@@ -54,21 +54,23 @@ def parse_llama_config(config: dict[str, Any]) -> LlamaConfig:
     for name in ("quantization_config", "attention_chunk_size"):
         if config.get(name):
             raise UnsuitedError(f"its config has {name}")
+    if config.get("num_key_value_heads", 0) is None:  # so transformers reads it, too
+        config = config | {"num_key_value_heads": config.get("num_attention_heads")}
     try:
-        num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+        num_layers, num_heads = _size(config, "num_hidden_layers"), _size(config, "num_attention_heads")
+        head_dim = config.get("head_dim") or _size(config, "hidden_size") // num_heads
         if kind == "qwen3" and "head_dim" not in config:
             raise UnsuitedError("its config has no head_dim")
         return LlamaConfig(
             architecture=", ".join(config.get("architectures") or [kind]),
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
+            vocab_size=_size(config, "vocab_size"),
+            hidden_size=_size(config, "hidden_size"),
+            intermediate_size=_size(config, "intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=config["num_key_value_heads"],
+            num_kv_heads=_size(config, "num_key_value_heads"),
             head_dim=head_dim,
-            max_position_embeddings=config["max_position_embeddings"],
+            max_position_embeddings=_size(config, "max_position_embeddings"),
             norm_eps=config["rms_norm_eps"],
             inverse_frequencies=_inverse_frequencies(config, head_dim),
             has_rope=_has_rope(config, num_layers),
@@ -78,6 +80,15 @@ def parse_llama_config(config: dict[str, Any]) -> LlamaConfig:
         )
     except KeyError as exc:
         raise UnsuitedError(f"its config has no {exc.args[0]}") from exc
+    except (TypeError, ValueError, AttributeError, RuntimeError) as exc:  # transformers says it better, and is next
+        raise UnsuitedError(f"its config cannot be read: {exc}") from exc
+
+
+def _size(config: dict[str, Any], name: str) -> int:
+    size = config[name]
+    if type(size) is not int or size < 1:
+        raise UnsuitedError(f"{name} is {size!r}")
+    return size
 
 
 def _inverse_frequencies(config: dict[str, Any], head_dim: int) -> Tensor:

@@ -43,12 +43,21 @@ def test_the_spellings_of_transformers_4_mean_the_same() -> None:
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
         ({"rope_parameters": None}, "no rope_theta"),
         ({"rms_norm_eps": ...}, "no rms_norm_eps"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers is '3'"),
+        ({"head_dim": "x"}, "cannot be read"),
+        ({"rope_parameters": "x"}, "cannot be read"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": None}}, "cannot be read"),
     ],
 )
 def test_what_the_fused_forward_does_not_do_is_named(change: dict[str, Any], reason: str) -> None:
     config = {name: value for name, value in (saved() | change).items() if value is not ...}
     with pytest.raises(UnsuitedError, match=reason):
         parse_llama_config(config)
+
+
+def test_as_many_key_and_value_heads_as_heads_may_be_written_as_null() -> None:
+    assert parse_llama_config(saved() | {"num_key_value_heads": None}).num_kv_heads == 4
 
 
 def test_windows_and_rotary_embeddings_go_by_layer() -> None:

@@ -77,3 +77,11 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
 
 def test_a_short_context_gives_short_sequences() -> None:
     assert max(map(len, check_sequences(VOCAB_SIZE, max_model_len=7))) == 7
+
+
+def test_a_model_that_raises_is_refused_by_name() -> None:
+    def forget(tokens: list[int]) -> list[int]:
+        raise IndexError("no such row")
+
+    with pytest.raises(UnsupportedModelError, match=r"Llama cannot be run .* \(IndexError\('no such row'\)\)"):
+        check(Runner(forget), "Llama", SEQUENCES, REFERENCE)
