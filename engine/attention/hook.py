@@ -31,7 +31,8 @@ def _registered_attention(
     options = Options(*(kwargs.get(name) for name in ("scaling", "sliding_window", "softcap", "s_aux")))
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    return step_attention.get().attend(layer, query, key, value, options)[None], None
+    attended = step_attention.get().attend(layer, query, key, value, options)
+    return attended.contiguous()[None], None  # some models take a view of it, the others would copy it
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _registered_attention)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    AfmoeConfig,
     AutoModelForCausalLM,
     BertConfig,
     BloomConfig,
@@ -21,6 +22,7 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    JetMoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -110,6 +112,27 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         residual_multiplier=0.7,
         attention_multiplier=0.2,
         logits_scaling=2.0,
+    ),
+    # calls the attention with its mask by name
+    "afmoe": lambda: AfmoeConfig(
+        **_LLAMA_LIKE,
+        sliding_window=8,
+        num_dense_layers=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    ),
+    # takes a view of what the attention returns
+    "jetmoe": lambda: JetMoeConfig(
+        **_COMMON,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        kv_channels=8,
+        intermediate_size=64,
+        max_position_embeddings=CONTEXT,
+        num_local_experts=4,
+        num_experts_per_tok=2,
     ),
     # Their attention does not go through transformers' interface.
     "bloom": lambda: BloomConfig(**_COMMON, hidden_size=32, n_layer=2, n_head=4),

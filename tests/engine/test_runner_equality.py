@@ -9,7 +9,9 @@ import pytest
 TinyModels = Callable[[str], Any]
 MakeDriver = Callable[..., Any]
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-BY_TRANSFORMERS = ("gemma2", "gemma3", "phi3", "gpt2", "gpt_neox", "opt", "mixtral", "granite", "gpt_oss")
+BY_TRANSFORMERS = (
+    "gemma2", "gemma3", "phi3", "gpt2", "gpt_neox", "opt", "mixtral", "granite", "gpt_oss", "afmoe", "jetmoe",
+)  # fmt: skip
 PROMPT_LENGTHS = (5, 37, 1, 20)
 
 
