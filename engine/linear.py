@@ -128,7 +128,11 @@ class Int4Linear:
 
 @dataclass(slots=True, frozen=True)
 class TiledLinear:
-    """Always the same number of rows at once, so that one kernel does all and a row's result is its own affair."""
+    """Always the same number of rows at once, so that one kernel does all and a row's result is its own affair.
+
+    What comes behind the product is done apart, for it is so where a batch mate has an adapter (engine/adapters.py): a
+    kernel that does both rounds once less.
+    """
 
     inner: Linear
 
@@ -138,15 +142,15 @@ class TiledLinear:
 
     def silu(self, x: Tensor) -> Tensor:
         """Return silu(y)."""
-        return self._tiled(self.inner.silu, x)
+        return self._tiled(lambda rows: F.silu(self.inner(rows)), x)
 
     def add(self, x: Tensor, other: Tensor) -> Tensor:
         """Return y + other."""
-        return self._tiled(self.inner.add, x, other)
+        return self._tiled(lambda rows, others: self.inner(rows) + others, x, other)
 
     def mul(self, x: Tensor, other: Tensor) -> Tensor:
         """Return y * other."""
-        return self._tiled(self.inner.mul, x, other)
+        return self._tiled(lambda rows, others: self.inner(rows) * others, x, other)
 
     @staticmethod
     def _tiled(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

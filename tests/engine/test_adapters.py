@@ -247,3 +247,20 @@ def test_rows_are_grouped_by_adapter() -> None:
     assert rows.groups == [(1, None)]
     rows.set(None)
     assert rows.groups == []
+
+
+def test_tokens_of_a_deterministic_engine_do_not_depend_on_whether_a_batch_mate_has_an_adapter(
+    tiny_model: TinyModels, make_driver: MakeDriver, tmp_path: Path
+) -> None:
+    tiny = tiny_model("llama")
+    make_adapter(tmp_path / "a", tiny.model, ATTENTION + MLP, seed=1)
+    settings = {"dtype": "bfloat16", "deterministic": True, "adapters": {"a": str(tmp_path / "a")}, "max_num_seqs": 2}
+    tokens = []
+    for mate in ("", "a"):
+        driver = make_driver(tiny.config(**settings))
+        for handle in range(0, 12, 2):
+            driver.add(handle, [7, handle], max_tokens=40, temperature=2.0, seed=handle)
+            driver.add(handle + 1, [9], max_tokens=40, adapter=mate)
+        driver.run()
+        tokens.append([driver.tokens[handle] for handle in range(0, 12, 2)])
+    assert tokens[0] == tokens[1]
