@@ -24,10 +24,16 @@ def _registered_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001 - None, since no mask function goes by our name; some pass it by its own
+    attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls."""
+    """What transformers calls.
+
+    Raises:
+        ValueError: If there is a mask: no mask function goes by our name, so the model has made it by itself.
+    """
+    if attention_mask is not None:
+        raise ValueError("it makes attention masks of its own")
     options = Options(*(kwargs.get(name) for name in ("scaling", "sliding_window", "softcap", "s_aux")))
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     layer = int(module.layer_idx)  # type: ignore[arg-type]

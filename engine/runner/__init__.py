@@ -108,7 +108,8 @@ def _make_hf(config: EngineConfig, device: torch.device) -> PagedRunner:
     from engine.runner.hf import HfModel
 
     model_config = load_config(config.model)
-    max_model_len = choose_max_model_len(config.max_model_len, context_limits(model_config.get_text_config()))
+    limits = context_limits(model_config.get_text_config())
+    max_model_len = choose_max_model_len(config.max_model_len, limits)
 
     def load_plain(adapters: Adapters | None) -> HfModel:
         loaded = load_model(config, model_config, device)
@@ -121,6 +122,8 @@ def _make_hf(config: EngineConfig, device: torch.device) -> PagedRunner:
         return model
 
     model = load_plain(None)
+    if model.hidden_window is not None:
+        max_model_len = choose_max_model_len(config.max_model_len, [*limits, model.hidden_window])
     sequences = check_sequences(model.vocab_size, max_model_len)
     reference = torch.stack([model.plain_logits(tokens)[-NUM_CHECKED:] for tokens in sequences])
     runner = PagedRunner(

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.adapters import Adapters, Piece
 from engine.attention.base import Attention
 from engine.attention.hook import step_attention
+from engine.attention.kernels import Options
 from engine.attention.step import StepAttention
 from engine.batch import Batch, ChunkSpan
 from engine.errors import UnsupportedModelError
@@ -26,6 +27,10 @@ _REMEDY = "serve a decoder whose every layer uses it, such as Llama, Qwen, Mistr
 class HfModel:
     """A loaded transformers model, fed flat: all requests' tokens in one row, no cache argument, logits of few rows.
 
+    Attributes:
+        hidden_window: A sliding window that stands in the masks alone, which are never made here: requests that are
+            longer would come out wrong. None: there is none.
+
     Raises:
         UnsupportedModelError: If it cannot be run so, or some layer does not call the attention function.
     """
@@ -37,7 +42,9 @@ class HfModel:
         self.vocab_size = int(text_config.vocab_size)
         self.hidden_size = int(model.get_output_embeddings().weight.shape[1])
         self.dtype: torch.dtype = model.dtype
-        self.shapes: Mapping[int, LayerShape] = self._probe_layers(int(text_config.num_hidden_layers))
+        layers = self._probe_layers(int(text_config.num_hidden_layers))
+        self.shapes: Mapping[int, LayerShape] = layers.shapes
+        self.hidden_window = None if layers.have_window else _window(text_config)
 
     def compute(self, inputs: ModelInputs, attention: Attention) -> tuple[Tensor, Tensor]:
         """Return logits, fp32, and final hidden states, as `engine.runner.paged.Model` says."""
@@ -81,13 +88,13 @@ class HfModel:
                 setattr(parent, name, _SwappedLinear(linear, num_in, num_out))
 
     @torch.inference_mode()
-    def _probe_layers(self, num_layers: int) -> Mapping[int, LayerShape]:
-        """Run a few tokens to see what each layer keeps: configs do not say it reliably."""
+    def _probe_layers(self, num_layers: int) -> "_Layers":
+        """Run a few tokens to see what each layer keeps and wants: configs do not say it reliably."""
         positions = np.arange(_PROBE_TOKENS)
         empty = np.empty(0, np.int64)
         chunk = ChunkSpan(0, _PROBE_TOKENS, 0, np.empty(0, np.int32))
         batch = Batch(positions, positions, empty, np.empty((0, 0), np.int32), empty, positions[-1:], [chunk])
-        attention = StepAttention(batch, None, self._device)
+        attention = _Layers(StepAttention(batch, None, self._device))
         try:
             self.compute(ModelInputs.of(batch, self._device), attention)
         except Exception as exc:  # whatever a model raises when it is called in a way that it was not made for
@@ -97,7 +104,28 @@ class HfModel:
                 f"{self.architecture} has {num_layers} layers, {len(attention.shapes)} of them go through "
                 f"transformers' attention interface: {_REMEDY}"
             )
-        return attention.shapes
+        return attention
+
+
+class _Layers:
+    """An `engine.attention.base.Attention` that keeps what it is told of each layer."""
+
+    def __init__(self, attention: StepAttention) -> None:
+        self._attention, self.shapes = attention, attention.shapes
+        self.have_window = False  # any of them
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        """Attend as `engine.attention.base.Attention` says."""
+        self.have_window |= options.sliding_window is not None
+        return self._attention.attend(layer, query, key, value, options)
+
+
+def _window(text_config: Any) -> int | None:
+    """Return the sliding window that a config names and some layers have."""
+    kinds = getattr(text_config, "layer_types", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    return getattr(text_config, "sliding_window", None) or None
 
 
 class _HeadInput:

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BloomConfig,
+    DogeConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -28,6 +29,7 @@ from transformers import (
     MixtralConfig,
     OPTConfig,
     Phi3Config,
+    PhimoeConfig,
     Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
@@ -134,6 +136,10 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         num_local_experts=4,
         num_experts_per_tok=2,
     ),
+    # its window stands in the masks alone
+    "phimoe": lambda: PhimoeConfig(**_LLAMA_LIKE, sliding_window=40, num_local_experts=4, num_experts_per_tok=2),
+    # makes masks of its own
+    "doge": lambda: DogeConfig(**_LLAMA_LIKE),
     # Their attention does not go through transformers' interface.
     "bloom": lambda: BloomConfig(**_COMMON, hidden_size=32, n_layer=2, n_head=4),
     "gpt_neo": lambda: GPTNeoConfig(

@@ -83,10 +83,18 @@ def test_dtype_is_the_checkpoints_unless_another_is_asked_for(runner: str, dtype
     assert loaded.dtype == (torch.float32 if dtype == "auto" else getattr(torch, dtype))
 
 
-@pytest.mark.parametrize("name", ["bloom", "gpt_neo"])
-def test_an_architecture_with_its_own_attention_is_refused_at_load(name: str, tiny_model: TinyModels) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"(Bloom|GPTNeo)ForCausalLM .*serve a decoder"):
+@pytest.mark.parametrize("name", ["bloom", "gpt_neo", "doge"])
+def test_an_architecture_with_its_own_attention_or_masks_is_refused_at_load(name: str, tiny_model: TinyModels) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"(Bloom|GPTNeo|Doge)ForCausalLM .*serve a decoder"):
         load(tiny_model, name, max_model_len=64)
+
+
+def test_a_window_of_which_the_attention_is_not_told_limits_the_context(tiny_model: TinyModels) -> None:
+    assert load(tiny_model, "phimoe").max_model_len == 40
+    assert load(tiny_model, "phimoe", max_model_len=30).max_model_len == 30
+    with pytest.raises(EngineConfigError, match="max_model_len is 41, this model goes up to 40"):
+        load(tiny_model, "phimoe", max_model_len=41)
+    assert load(tiny_model, "gemma2").max_model_len > 40
 
 
 def test_a_model_that_looks_ahead_is_refused_at_load(tiny_model: TinyModels) -> None:
