@@ -119,6 +119,8 @@ def _make_hf(config: EngineConfig, device: torch.device) -> PagedRunner:
         factory = LinearFactory(model.dtype, device, config.quantization, is_deterministic=config.deterministic)
         model.swap_linears(factory)
         model.adapters.check_all_used()
+        if config.deterministic and model.has_experts:
+            logger.warning("%s has experts: for these --deterministic does not hold", model.architecture)
         return model
 
     model = load_plain(None)

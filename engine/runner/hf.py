@@ -87,6 +87,11 @@ class HfModel:
                     linear = self.adapters.wrap(linear, [Piece(f"{prefix}.{name}".lstrip("."), num_out, num_in)])
                 setattr(parent, name, _SwappedLinear(linear, num_in, num_out))
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether rows share products with those that chose the same expert: that is no linear layer to be replaced."""
+        return any(weight.dim() == 3 and "expert" in name for name, weight in self._model.named_parameters())
+
     @torch.inference_mode()
     def _probe_layers(self, num_layers: int) -> "_Layers":
         """Run a few tokens to see what each layer keeps and wants: configs do not say it reliably."""

@@ -126,6 +126,15 @@ def test_the_check_leaves_room_for_a_short_context(runner: str, tiny_model: Tiny
     assert (loaded.max_model_len, loaded.num_blocks, loaded.block_size) == (4, 2, 32)
 
 
+def test_a_deterministic_model_with_experts_is_warned_of(
+    tiny_model: TinyModels, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(tiny_model, "gemma2", deterministic=True)
+    assert "experts" not in caplog.text
+    load(tiny_model, "mixtral", deterministic=True)
+    assert "MixtralForCausalLM has experts: for these --deterministic does not hold" in caplog.text
+
+
 def test_the_registered_attention_is_all_that_transformers_is_told(tiny_model: TinyModels) -> None:
     model = load(tiny_model, runner="hf").model
     assert isinstance(model, HfModel)
