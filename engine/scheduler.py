@@ -24,7 +24,7 @@ _UNKNOWN_TOKEN = 0  # stands for one that is being computed; any id of every voc
 NO_TOKEN = -1  # an eos_token_id that is none, a stop_token_id that says EOS or nothing
 _RANK = attrgetter("rank")
 _LAST_RANK = (inf, 0)  # behind all others
-_MAX_SCORED_TOKENS = 512  # of a prompt whose logprobs are wanted, a step: their logits are held all at once
+_MAX_SCORED_TOKENS = 512  # of prompts whose logprobs are wanted, a step: their logits are held all at once
 
 
 @dataclass(slots=True)
@@ -56,6 +56,7 @@ class Plan:
     scored: list[PromptRows] = field(default_factory=list)  # whose logits become prompt logprobs
     pooled: list[PromptRows] = field(default_factory=list)  # whose final hidden states become an embedding
     num_chunk_tokens: int = 0  # of all chunks
+    num_scored_tokens: int = 0  # of those, of prompts whose logprobs are wanted
 
     def handles(self) -> list[int]:
         """Everyone whose fate hangs on this step, forks that still wait for their prompt included."""
@@ -343,8 +344,9 @@ class Scheduler:
             if not request.is_decoding:
                 if may_admit:
                     budget = self._admit(plan, budget, now_ns, before=request.rank)
-                if budget > 0:
-                    budget -= self._add_chunk(plan, request, budget)
+                share = _share(plan, request, budget)
+                if share > 0:
+                    budget -= self._add_chunk(plan, request, share)
         if may_admit:
             self._admit(plan, budget, now_ns, before=_LAST_RANK)
 
@@ -353,14 +355,16 @@ class Scheduler:
 
         Nobody overtakes the head of the queue.
         """
-        while self._waiting and budget > 0 and self._waiting[0].rank < before:
-            num_taken = len(self._running) + sum(len(request.forks) for request in self._running)
-            if num_taken >= self._max_num_seqs or not self._try_hold_blocks(self._waiting[0]):
+        while self._waiting and self._waiting[0].rank < before:
+            request = self._waiting[0]
+            share = _share(plan, request, budget)
+            num_taken = len(self._running) + sum(len(other.forks) for other in self._running)
+            if share <= 0 or num_taken >= self._max_num_seqs or not self._try_hold_blocks(request):
                 break
-            request = self._waiting.pop(0)
+            del self._waiting[0]
             insort(self._running, request, key=_RANK)
             request.first_scheduled_ns = request.first_scheduled_ns or now_ns
-            budget -= self._add_chunk(plan, request, budget)
+            budget -= self._add_chunk(plan, request, share)
         return budget
 
     def _try_hold_blocks(self, request: Request) -> bool:
@@ -389,15 +393,15 @@ class Scheduler:
         # Not the last token: its logits are wanted.
         return self._pool.find_prefix(request.token_ids_between(0, request.num_tokens - 1), _salt(request))
 
-    def _add_chunk(self, plan: Plan, request: Request, budget: int) -> int:
-        """Plan as much of a request's prompt as the budget allows; returns how many tokens that is."""
+    def _add_chunk(self, plan: Plan, request: Request, share: int) -> int:
+        """Plan as much of a request's prompt as its share allows; returns how many tokens that is."""
         num_left = request.num_tokens - request.num_computed_tokens
-        if request.params.num_prompt_logprobs >= 0:
-            budget = min(budget, _MAX_SCORED_TOKENS)
-        chunk = Chunk(request, min(num_left, budget), is_last=num_left <= budget)
+        chunk = Chunk(request, min(num_left, share), is_last=num_left <= share)
         self._collect(plan, chunk)
         plan.chunks.append(chunk)
         plan.num_chunk_tokens += chunk.num_tokens
+        if request.params.num_prompt_logprobs >= 0:
+            plan.num_scored_tokens += chunk.num_tokens
         if chunk.is_last and not request.params.pooling:
             requests = [request, *self._seat_forks(request)]
             plan.sampled += requests
@@ -528,6 +532,13 @@ def _computed(plan: Plan) -> list[tuple[Request, int]]:
     """Return whose blocks a step fills, and how many of their tokens are computed after it, as they stand now."""
     requests = (*plan.sampled, *[chunk.request for chunk in plan.chunks if not chunk.is_last])
     return [(request, request.num_computed_tokens) for request in requests]
+
+
+def _share(plan: Plan, request: Request, budget: int) -> int:
+    """Return how much of what is left of a step's budget a request's prompt may have."""
+    if request.params.num_prompt_logprobs < 0:
+        return budget
+    return min(budget, _MAX_SCORED_TOKENS - plan.num_scored_tokens)
 
 
 def _may_stop(request: Request, num_outputs: int) -> bool:

@@ -119,6 +119,19 @@ def test_of_a_prompt_whose_logprobs_are_wanted_a_step_takes_few_tokens(
     assert [chunks(step(scheduler)) for _ in range(3)] == [[(1, 5), (2, 9)], [(1, 5)], [(1, 2)]]
 
 
+def test_all_prompts_whose_logprobs_are_wanted_share_those_few_tokens(
+    make: MakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.scheduler._MAX_SCORED_TOKENS", 5)
+    scheduler = make(max_num_seqs=9)
+    for handle, num_tokens in ((1, 3), (2, 7), (3, 4)):
+        scheduler.add(request(handle, num_tokens, num_prompt_logprobs=0, max_tokens=1))
+    scheduler.add(request(4, 9, priority=1))
+    steps = [chunks(step(scheduler)) for _ in range(4)]
+    assert steps == [[(1, 3), (2, 2)], [(2, 5)], [(3, 4), (4, 9)], []]
+    assert scheduler.num_running == 1
+
+
 def test_a_lower_priority_number_goes_first_and_equal_ones_by_arrival(make: MakeScheduler) -> None:
     scheduler = make(max_num_seqs=1)
     for handle, priority in ((1, 0), (2, 5), (3, -1), (4, 0)):
