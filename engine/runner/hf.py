@@ -81,10 +81,11 @@ class HfModel:
                 else:
                     continue
                 num_out, num_in = weight.shape
-                is_head = module is output_head
-                linear = factory.make(weight, _detached(module.bias), can_quantize=not is_head)
-                if not is_head:
-                    linear = self.adapters.wrap(linear, [Piece(f"{prefix}.{name}".lstrip("."), num_out, num_in)])
+                linear = factory.make(weight, _detached(module.bias), can_quantize=module is not output_head)
+                path = f"{prefix}.{name}".lstrip(".")
+                # Only those of numbered blocks: others may see the wanted rows alone.
+                if any(part.isdigit() for part in path.split(".")):
+                    linear = self.adapters.wrap(linear, [Piece(path, num_out, num_in)])
                 setattr(parent, name, _SwappedLinear(linear, num_in, num_out))
 
     @property

@@ -27,6 +27,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    ModernBertDecoderConfig,
     OPTConfig,
     Phi3Config,
     PhimoeConfig,
@@ -135,6 +136,10 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
         max_position_embeddings=CONTEXT,
         num_local_experts=4,
         num_experts_per_tok=2,
+    ),
+    # has a linear layer behind its blocks, which sees the wanted rows alone
+    "modernbert-decoder": lambda: ModernBertDecoderConfig(
+        **_PLAIN_HEADS | {name: 0 for name in ("bos_token_id", "eos_token_id", "pad_token_id")}, local_attention=16
     ),
     # its window stands in the masks alone
     "phimoe": lambda: PhimoeConfig(**_LLAMA_LIKE, sliding_window=40, num_local_experts=4, num_experts_per_tok=2),

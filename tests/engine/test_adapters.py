@@ -66,6 +66,7 @@ def merged(model: nn.Module, deltas: dict[str, torch.Tensor]) -> Any:
         ("qwen3", "fused", ("k_proj", "o_proj"), MLP),
         ("gpt2", "hf", ("c_attn", "c_proj"), ("c_fc",)),
         ("gemma2", "hf", ATTENTION, MLP),
+        ("modernbert-decoder", "hf", ("q_proj", "Wo"), ("v_proj",)),
     ],
 )
 def test_two_adapters_and_none_in_one_batch_give_each_the_tokens_of_its_merged_model(
@@ -79,7 +80,8 @@ def test_two_adapters_and_none_in_one_batch_give_each_the_tokens_of_its_merged_m
         "two": make_adapter(tmp_path / "two", tiny.model, second, 2, use_rslora=True),
     }
     adapters = {"one": str(tmp_path / "one"), "two": str(tmp_path / "two")}
-    driver = make_driver(tiny.config(runner=runner, adapters=adapters, max_num_batched_tokens=16, block_size=4))
+    settings = {"runtime_adapters": True, "max_num_batched_tokens": 16, "block_size": 4}
+    driver = make_driver(tiny.config(runner=runner, adapters=adapters, **settings))
     expected = {}
     for number, (adapter, own) in enumerate(deltas.items()):
         oracle = type(tiny)(tiny.path, merged(tiny.model, own))
@@ -197,13 +199,16 @@ def test_what_is_not_supported_is_refused_by_name(
         load_adapter("one", str(tmp_path / "one"))
 
 
-@pytest.mark.parametrize("runner", ["fused", "hf"])
+@pytest.mark.parametrize(
+    ("name", "runner", "target"),
+    [("llama", "fused", "lm_head"), ("llama", "hf", "lm_head"), ("modernbert-decoder", "hf", "dense")],
+)
 def test_targets_that_are_no_linear_layers_of_a_block_are_refused_by_name(
-    runner: str, tmp_path: Path, tiny_model: TinyModels
+    name: str, runner: str, target: str, tmp_path: Path, tiny_model: TinyModels
 ) -> None:
-    tiny = tiny_model("llama")
-    make_adapter(tmp_path / "one", tiny.model, ("q_proj", "lm_head"), 1)
-    with pytest.raises(AdapterError, match="lm_head are no linear layers"):
+    tiny = tiny_model(name)
+    make_adapter(tmp_path / "one", tiny.model, ("q_proj", target), 1)
+    with pytest.raises(AdapterError, match=f"{target} are no linear layers"):
         EngineCore(tiny.config(runner=runner, adapters={"one": str(tmp_path / "one")}))
 
 
