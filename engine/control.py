@@ -194,7 +194,9 @@ class Control:
         return Later(attempt)
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Restore what sleeps, or those parts of it; return whether all is awake, and generation goes on.
+        """Restore what sleeps, or those parts of it; return whether all is awake.
+
+        Generation goes on then, unless nothing slept or was about to.
 
         Args:
             tags: Of "weights", "kv_cache", "scheduling"; None for all.
@@ -202,7 +204,7 @@ class Control:
         wanted = list(_TAGS) if tags is None else tags
         unknown = [tag for tag in wanted if tag not in _TAGS] if isinstance(wanted, list) else [wanted]
         _check(not unknown, f"tags has {unknown}: of {', '.join(_TAGS)}")
-        if not self._asleep:
+        if not self._asleep and all(each.method != "sleep" for each in self._waiting):
             return True
         for part in _PARTS:
             if part in self._asleep and part in wanted:

@@ -224,6 +224,18 @@ def test_level_0_frees_nothing_and_wakes_by_the_scheduling_tag(played: Played) -
     assert played.result("is_paused") is False
 
 
+def test_a_wake_up_before_the_sleep_is_reached_ends_it_with_an_error(played: Played) -> None:
+    played.control.add(add(1))
+    sleeping = played.order("sleep", 1, "wait")
+    assert sleeping not in played.replies
+    assert played.result("wake_up") is True
+    assert played.replies[sleeping]["fault"] == "conflict"
+    played.live.clear()
+    played.control.retry()
+    assert played.result("is_sleeping") is played.result("is_paused") is False
+    assert not [event for event in played.events if event[0] == "release"]
+
+
 def test_what_cannot_be_restored_stays_asleep_and_can_be_tried_again(played: Played) -> None:
     played.result("sleep", 1)
     played.restoring = OSError("the disk is gone")
