@@ -139,7 +139,7 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     # has a linear layer behind its blocks, which sees the wanted rows alone
     "modernbert-decoder": lambda: ModernBertDecoderConfig(
-        **_PLAIN_HEADS | {name: 0 for name in ("bos_token_id", "eos_token_id", "pad_token_id")}, local_attention=16
+        **_PLAIN_HEADS | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0), local_attention=16
     ),
     # its window stands in the masks alone
     "phimoe": lambda: PhimoeConfig(**_LLAMA_LIKE, sliding_window=40, num_local_experts=4, num_experts_per_tok=2),
