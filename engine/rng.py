@@ -57,4 +57,5 @@ def exponentials(keys: Tensor, names: Tensor) -> Tensor:
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
     """Shift to the right and fill with zeros; torch fills with the sign."""
-    return (bits >> count) & (2 ** (64 - count) - 1)
+    shifted: Tensor = (bits >> count) & (2 ** (64 - count) - 1)
+    return shifted
