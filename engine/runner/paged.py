@@ -112,7 +112,7 @@ class PagedRunner:
             EngineError: If the weights cannot be loaded.
         """
         if part == "weights":
-            self.model = self._load(self.adapters)
+            self.model = self._load(self.adapters.renew())  # an attempt that fails leaves its layers' parts behind
             self.adapters = self.model.adapters
         else:
             self.make_cache(self.num_blocks, self.block_size)

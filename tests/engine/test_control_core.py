@@ -71,6 +71,24 @@ def test_nothing_of_a_released_model_is_left(runner: str, tiny_model: TinyModels
     assert cache() is None
 
 
+@pytest.mark.parametrize("runner", ["fused", "hf"])
+def test_nothing_is_left_of_an_attempt_to_restore_that_failed(runner: str, tiny_model: TinyModels) -> None:
+    loaded = make_engine(tiny_model("llama").config(runner=runner, runtime_adapters=True))._runner  # type: ignore[union-attr]
+    num_sites, load = len(loaded.adapters._sites), loaded._load
+    loaded.release("weights")
+
+    def fail(adapters: Any) -> Any:
+        load(adapters)
+        raise OSError("the disk is gone")
+
+    loaded._load = fail
+    with pytest.raises(OSError, match="gone"):
+        loaded.restore("weights")
+    loaded._load = load
+    loaded.restore("weights")
+    assert len(loaded.adapters._sites) == num_sites > 0
+
+
 def test_a_pool_forgets_everything_or_nothing() -> None:
     pool, salt, tokens = BlockPool(5, 2), Salt("", 0), np.arange(4, dtype=np.int32)
     held = pool.allocate(2)
