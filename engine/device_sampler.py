@@ -18,8 +18,8 @@ from engine.sampler import (
     Filters,
     draw_from_all,
     draw_from_sorted,
+    keys_of,
     needs_order,
-    random_numbers,
     scale_,
     top_k_of,
     why_failed,
@@ -76,20 +76,20 @@ def _sample(logits: Tensor, requests: Sequence[Request]) -> DeviceSamples:
         if rows:
             (index,) = send((np.array(rows, np.int32),), logits.device)
             index = index.long()
-            filters, numbers = _columns([requests[row] for row in rows], logits)
+            filters, keys = _columns([requests[row] for row in rows], logits)
             # A row that is not finite draws from zeros: its token is thrown away, but the next step reads its embedding
             # before the host knows, and an index out of bounds would end all work on a GPU for good.
             own = logits[index].masked_fill_(~best[index].isfinite()[:, None], 0.0)
-            token_ids.index_copy_(0, index, draw(scale_(own, filters), filters, numbers))
+            token_ids.index_copy_(0, index, draw(scale_(own, filters), filters, keys))
     return DeviceSamples(token_ids, best)
 
 
 def _columns(requests: Sequence[Request], logits: Tensor) -> tuple[Filters, Tensor]:
-    """Return the rows' parameters and their random numbers, sent in one copy that nobody waits for."""
+    """Return the rows' parameters and what they draw by, sent in one copy that nobody waits for."""
     params = [request.params for request in requests]
     top_k = [top_k_of(each, logits.shape[1]) for each in params]
     rows = [[p.temperature for p in params], top_k, [p.top_p for p in params], [p.min_p for p in params]]
-    columns = np.concatenate((np.array(rows, np.float64), random_numbers(requests)[None]))
+    columns = np.concatenate((np.array(rows, np.float64), keys_of(requests).numpy().view(np.float64)[None]))
     sent = pinned(torch.from_numpy(columns), logits.device).to(logits.device, non_blocking=True)
     filters = Filters(
         temperature=sent[0].float(),
@@ -98,4 +98,4 @@ def _columns(requests: Sequence[Request], logits: Tensor) -> tuple[Filters, Tens
         top_p=sent[2],
         log_min_p=sent[3].float().log() if any(p.min_p > 0.0 for p in params) else None,
     )
-    return filters, sent[4]
+    return filters, sent[4].view(torch.int64)

@@ -1,29 +1,61 @@
-"""Random numbers without state: a draw depends on (seed, output index) alone, never on batch mates or history."""
+"""Random numbers without state: a draw depends on (seed, output index) alone, never on batch mates or history.
+
+A token is drawn by a race: each candidate gets a time of its own, exponentially distributed with its weight as the
+rate, and the first to arrive is the one. So what a batch's shape does to the last bits of the logits changes a token
+only where two come in almost together; a running sum passes its target elsewhere as soon as any of its many terms is
+another.
+"""
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
-_MANTISSA_SHIFT = np.uint64(11)  # keeps 53 bits, as many as a double holds exactly
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64  # as int64, which torch multiplies modulo 2**64
+_MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+_SHIFTS = (30, 27, 31)
+_NUM_BITS = 52  # of a uniform number: a double holds them and one half more exactly, so none is 0 or 1
 
 
-def splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix 64-bit states into 64 random bits each, elementwise.
+def splitmix64(state: Tensor) -> Tensor:
+    """Mix 64-bit states into 64 random bits each, elementwise; both int64.
 
     Source: splitmix64, Sebastiano Vigna, 2015 (public domain).
     """
     bits = state + _GAMMA
-    bits = (bits ^ (bits >> _SHIFTS[0])) * _MULTIPLIERS[0]
-    bits = (bits ^ (bits >> _SHIFTS[1])) * _MULTIPLIERS[1]
-    return bits ^ (bits >> _SHIFTS[2])
+    bits = (bits ^ _shifted(bits, _SHIFTS[0])) * _MULTIPLIERS[0]
+    bits = (bits ^ _shifted(bits, _SHIFTS[1])) * _MULTIPLIERS[1]
+    return bits ^ _shifted(bits, _SHIFTS[2])
 
 
-def uniforms(seeds: NDArray[np.uint64], indexes: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return one number in [0, 1) for each (seed, index) pair; both [n] uint64.
+def draw_keys(seeds: NDArray[np.uint64], indexes: NDArray[np.int64]) -> Tensor:
+    """Return what each (seed, output index) pair draws by, [n] int64; both [n].
 
     The seed is mixed first, so that neighbouring seeds do not give shifted copies of one sequence.
     """
-    bits = splitmix64(splitmix64(seeds) + indexes * _GAMMA)
-    return (bits >> _MANTISSA_SHIFT).astype(np.float64) * 2.0**-53
+    seed_bits = splitmix64(torch.from_numpy(seeds.view(np.int64)))
+    return splitmix64(seed_bits + torch.from_numpy(indexes) * _GAMMA)
+
+
+def race(weights: Tensor, keys: Tensor, names: Tensor) -> Tensor:
+    """Draw one column a row, [num_rows] int64, with a probability in proportion to its weight.
+
+    Args:
+        weights: [num_rows, num_columns] fp64, not negative; a row of zeros gives any column.
+        keys: [num_rows] int64, of `draw_keys`.
+        names: [num_columns] or [num_rows, num_columns] int64, what a column's time depends on beside the key: under
+            the same name it has the same time in whatever order the columns stand.
+    """
+    return (weights / exponentials(keys[:, None], names)).argmax(dim=1)
+
+
+def exponentials(keys: Tensor, names: Tensor) -> Tensor:
+    """Return exponentially distributed numbers of mean 1, fp64, above 0; for int64 that broadcast."""
+    bits = _shifted(splitmix64(keys + names * _GAMMA), 64 - _NUM_BITS)
+    return bits.double().add_(0.5).mul_(2.0**-_NUM_BITS).log_().neg_()
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    """Shift to the right and fill with zeros; torch fills with the sign."""
+    shifted: Tensor = (bits >> count) & (2 ** (64 - count) - 1)
+    return shifted

@@ -22,7 +22,7 @@ from engine.interface import Refusal
 from engine.logit_rules import apply_rules_
 from engine.logprobs import join_columns, logprob_columns, select_raw
 from engine.request import Request
-from engine.rng import uniforms
+from engine.rng import draw_keys, race
 from engine.top_k import top_k
 from shm_transport.messages import AddRequest
 from shm_transport.step import LogprobColumns
@@ -34,7 +34,7 @@ NOT_FINITE = "the model's logits are not finite: the weights or the dtype overfl
 _SHORTLIST = 128  # candidates looked at first: sorting a whole vocabulary takes far longer
 _WIDEN = 8
 _MARGIN = 8  # sorted candidates for each that top_k keeps
-_BLOCK = 256  # columns summed up at once when a running sum is inverted
+_BLOCK = 256  # columns whose sum is drawn from first
 
 
 @dataclass(slots=True, frozen=True)
@@ -172,9 +172,9 @@ def _draw_rows(
         if rows:
             chosen = [requests[row] for row in rows]
             filters = Filters.of([request.params for request in chosen], logits.shape[1], logits.device)
-            numbers = torch.from_numpy(random_numbers(chosen)).to(logits.device)
+            keys = keys_of(chosen).to(logits.device)
             own = logits if len(rows) == len(requests) else logits[rows]
-            token_ids[rows] = draw(scale_(own, filters), filters, numbers).cpu().numpy()
+            token_ids[rows] = draw(scale_(own, filters), filters, keys).cpu().numpy()
 
 
 def top_k_of(params: AddRequest, vocab_size: int) -> int:
@@ -187,11 +187,10 @@ def needs_order(params: AddRequest, vocab_size: int) -> bool:
     return params.top_p < 1.0 or top_k_of(params, vocab_size) < vocab_size
 
 
-def random_numbers(requests: Sequence[Request]) -> NDArray[np.float64]:
-    """Return the number by which each request draws its next token, [len(requests)] in [0, 1)."""
+def keys_of(requests: Sequence[Request]) -> Tensor:
+    """Return what each request draws its next token by, [len(requests)] int64."""
     seeds = np.array([request.seed for request in requests], np.uint64)
-    indexes = np.array([request.num_output_tokens for request in requests], np.uint64)
-    return uniforms(seeds, indexes)
+    return draw_keys(seeds, np.array([request.num_output_tokens for request in requests], np.int64))
 
 
 def scale_(logits: Tensor, filters: Filters) -> Tensor:
@@ -202,21 +201,31 @@ def scale_(logits: Tensor, filters: Filters) -> Tensor:
     return logits
 
 
-def draw_from_all(scaled: Tensor, filters: Filters, numbers: Tensor) -> Tensor:  # noqa: ARG001 - one signature
-    """Draw one token a row from everything that is left, [num_rows]; overwrites `scaled`."""
-    return _invert(scaled.exp_(), numbers)  # 32 new rows would take as long as their exp
+def draw_from_all(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:  # noqa: ARG001 - one signature
+    """Draw one token a row from everything that is left, [num_rows]; overwrites `scaled`.
+
+    In two levels, a block of columns and then a column of that block: a number for each token of a vocabulary would
+    take many times as long.
+    """
+    blocks = _blocks(scaled.exp_())  # 32 new rows would take as long as their exp
+    sums = blocks.sum(dim=2).double()  # in single precision: wrong by a millionth, and far faster
+    num_blocks = sums.shape[1]
+    block = race(sums, keys, torch.arange(-num_blocks, 0, device=scaled.device))
+    weights = blocks[torch.arange(len(blocks), device=scaled.device), block].double()
+    columns = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=scaled.device)
+    return columns.gather(1, race(weights, keys, columns)[:, None]).squeeze(1)
 
 
-def draw_from_shortlist(scaled: Tensor, filters: Filters, numbers: Tensor) -> Tensor:
+def draw_from_shortlist(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:
     """Draw one token a row from what top_k and top_p leave, [num_rows]."""
     drawn = torch.empty(len(scaled), dtype=torch.int64, device=scaled.device)
     for rows, token_ids, weights in shortlists(scaled, filters):
-        places = _invert(weights, numbers[rows])
+        places = race(weights, keys[rows], token_ids)
         drawn[rows] = token_ids.gather(1, places[:, None]).squeeze(1)
     return drawn
 
 
-def draw_from_sorted(scaled: Tensor, filters: Filters, numbers: Tensor) -> Tensor:
+def draw_from_sorted(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:
     """Draw what `draw_from_shortlist` draws from a sorted list that is long enough from the start, [num_rows].
 
     A GPU sorts so fast that looking at what a shorter one holds would take longer: the host would have to wait.
@@ -224,7 +233,7 @@ def draw_from_sorted(scaled: Tensor, filters: Filters, numbers: Tensor) -> Tenso
     can_cut = filters.largest_top_k * _MARGIN <= scaled.shape[1]  # equals at the end of top_k stand in the list too
     size = filters.largest_top_k * _MARGIN if can_cut else scaled.shape[1]
     values, token_ids = _largest(scaled, size)
-    places = _invert(_weigh(values, _masses(scaled, filters), filters), numbers)
+    places = race(_weigh(values, _masses(scaled, filters), filters), keys, token_ids)
     return token_ids.gather(1, places[:, None]).squeeze(1)
 
 
@@ -290,37 +299,9 @@ def _is_settled(values: Tensor, weights: Tensor, top_k: Tensor, vocab_size: int)
     return knows_total & (last_kept > values[:, -1])
 
 
-def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
-    """Return the column at which each row's running sum passes its share `numbers` of the total, [num_rows].
-
-    In two levels, blocks of columns and then the columns of one block: a double-precision running sum over whole rows
-    takes many times as long.
-    """
-    blocks = _blocks(weights)
-    sums = blocks.sum(dim=2).double()  # in single precision: wrong by a millionth, and far faster
-    block, rest = _pass(sums, numbers * sums.sum(dim=1))
-    chosen = blocks[torch.arange(len(weights), device=weights.device), block].double()
-    column, _ = _pass(chosen, rest)
-    return block * _BLOCK + column
-
-
 def _blocks(weights: Tensor) -> Tensor:
     """Return the columns in blocks, zeros behind the last one, [num_rows, num_blocks, _BLOCK]."""
     num_rows, num_columns = weights.shape
     num_missing = -num_columns % _BLOCK
     whole = F.pad(weights, (0, num_missing)) if num_missing else weights  # pad copies in any case
     return whole.view(num_rows, (num_columns + num_missing) // _BLOCK, _BLOCK)
-
-
-def _pass(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the column at which each row's running sum passes `target`, and how much of the target is left before it.
-
-    The target is kept below the total, so the column found always has weight: its own running sum is above the target,
-    the one before it is not.
-    """
-    running = weights.cumsum(dim=1)
-    total = running[:, -1]
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    column = torch.searchsorted(running, target[:, None], right=True)
-    before = running.gather(1, column) - weights.gather(1, column)
-    return column.squeeze(1), (target - before.squeeze(1)).clamp_(min=0.0)

@@ -391,12 +391,12 @@ def test_a_row_whose_sampling_raises_fails_alone_and_nobody_else_notices(
         each.add(3, [4], max_tokens=9)
     plain.run()
 
-    def uniforms(seeds: Any, indexes: Any) -> Any:
+    def draw_keys(seeds: Any, indexes: Any) -> Any:
         if ((seeds == 66) & (indexes == 3)).any():
             raise ArithmeticError("no luck")
-        return engine_rng.uniforms(seeds, indexes)
+        return engine_rng.draw_keys(seeds, indexes)
 
-    monkeypatch.setattr("engine.sampler.uniforms", uniforms)
+    monkeypatch.setattr("engine.sampler.draw_keys", draw_keys)
     driver.add(4, [5], max_tokens=9, temperature=1.5, seed=66, forks=(Fork(5, 67),))
     driver.run()
     assert driver.failures == {4: "sampling failed: no luck"}
