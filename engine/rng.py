@@ -52,7 +52,7 @@ def race(weights: Tensor, keys: Tensor, names: Tensor) -> Tensor:
 def exponentials(keys: Tensor, names: Tensor) -> Tensor:
     """Return exponentially distributed numbers of mean 1, fp64, above 0; for int64 that broadcast."""
     bits = _shifted(splitmix64(keys + names * _GAMMA), 64 - _NUM_BITS)
-    return bits.double().add_(0.5).mul_(2.0**-_NUM_BITS).log_().neg_()
+    return bits.double().add_(0.5).mul_(-(2.0**-_NUM_BITS)).log1p_().neg_()  # log would wake MKL's threads for a few
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:

@@ -139,7 +139,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
             )
         if self.stream and self.prompt_logprobs:
             raise RequestError(
-                f"prompt_logprobs is {self.prompt_logprobs}: not with stream, leave either out", param="prompt_logprobs"
+                f"prompt_logprobs is {shown(self.prompt_logprobs)}: not with stream, leave either out",
+                param="prompt_logprobs",
             )
         self._check_scheduling()
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from server.chat_template import ChatPrompt
-from server.errors import RequestError, shown
+from server.errors import RequestError, check_field, shown
 from server.grammar_checker import GrammarChecker
 from server.model_info import ModelInfo
 from server.outputs import OutputKind
@@ -235,18 +235,12 @@ class InputProcessor:
     def _fit(self, request: GenerateRequest, token_ids: list[int]) -> ProcessedRequest:
         model, params = self._model, request.params
         room = model.max_model_len - len(token_ids)
-        if params.max_tokens is not None and params.max_tokens > model.max_model_len:
-            raise RequestError(
-                f"{request.limit_name} is {params.max_tokens}: at most the context of {model.max_model_len}",
-                param=request.limit_name,
-            )
+        if params.max_tokens is not None:
+            rule = f"at most the context of {model.max_model_len}"
+            check_field(params.max_tokens <= model.max_model_len, request.limit_name, params.max_tokens, rule)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        if params.min_tokens > max_tokens:
-            raise RequestError(
-                f"min_tokens is {params.min_tokens}: at most the {max_tokens} tokens that max_tokens and the context "
-                "leave",
-                param="min_tokens",
-            )
+        rule = f"at most the {max_tokens} tokens that max_tokens and the context leave"
+        check_field(params.min_tokens <= max_tokens, "min_tokens", params.min_tokens, rule)
         self.check_token_ids("stop_token_ids", params.stop_token_ids)
         self.check_token_ids("allowed_token_ids", params.allowed_token_ids)
         self.check_token_ids("bad_token_ids", params.bad_token_ids)
@@ -294,8 +288,7 @@ class InputProcessor:
     def _check_logprobs(self, params: SamplingParams) -> None:
         size = self._model.vocab_size
         for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            if value is not None and value > size:
-                raise RequestError(f"{name} is {value}: the vocabulary has {size} tokens", param=name)
+            check_field(value is None or value <= size, name, value, f"the vocabulary has {size} tokens")
 
 
 _Request = TypeVar("_Request", GenerateRequest, EncodeRequest)

@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from server.body_errors import MAX_REREAD_BYTES, no_json, wrong_value
-from server.errors import BodyTooLargeError, ClientGoneError, RequestError
+from server.errors import BodyTooLargeError, ClientGoneError, RequestError, shown
 from server.json_size import check_json_size
 
 T = TypeVar("T")
@@ -33,10 +33,10 @@ class BodyReader:
         """
         content_type = request.headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != "application/json":
-            raise RequestError(f"Content-Type is {content_type!r}: must be application/json")
+            raise RequestError(f"Content-Type is {shown(content_type)}: must be application/json")
         if (encoding := request.headers.get("content-encoding", "")).lower() not in ("", "identity"):
             raise RequestError(
-                f"Content-Encoding is {encoding!r}: send the body as it is, or through a proxy that unpacks"
+                f"Content-Encoding is {shown(encoding)}: send the body as it is, or through a proxy that unpacks"
             )
         try:
             body = await self._bytes(request)

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 from server.chat_messages import ChatMessage
 from server.chat_request import ChatCompletionRequest
 from server.endpoint import Endpoint
-from server.errors import RequestError
+from server.errors import RequestError, shown
 from server.json_response import JsonResponse
 from server.model_info import ModelInfo
 from server.serving import Serving
@@ -111,7 +111,7 @@ def _detokenize(model: ModelInfo, token_ids: list[int]) -> DetokenizeResponse:
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < model.vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < model.vocab_size)
         raise RequestError(
-            f"tokens holds {wrong}: token ids are integers from 0 to {model.vocab_size - 1}", param="tokens"
+            f"tokens holds {shown(wrong)}: token ids are integers from 0 to {model.vocab_size - 1}", param="tokens"
         )
     return DetokenizeResponse(model.tokenizer.decode(token_ids, skip_special_tokens=False))
 

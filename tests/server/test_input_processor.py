@@ -66,6 +66,10 @@ async def test_max_tokens_is_clamped_to_what_the_context_leaves(model: ModelInfo
 
 async def test_max_tokens_beyond_the_context_is_refused(model: ModelInfo) -> None:
     assert await refusal(model, max_tokens=17) == ("max_tokens", "max_tokens is 17: at most the context of 16")
+    for name in ("max_tokens", "min_tokens"):
+        param, message = await refusal(model, **{name: 10**300})
+        assert param == name
+        assert len(message) < 200
 
 
 async def test_a_prompt_that_leaves_no_room_is_refused(model: ModelInfo) -> None:
