@@ -71,7 +71,7 @@ def load_adapter(name: str, path: str) -> Adapter:
 
 def _read_config(name: str, path: str) -> dict[str, Any]:
     try:
-        config = json.loads((Path(path) / _CONFIG).read_text())
+        config = json.loads((Path(path) / _CONFIG).read_text("utf-8"))
     except (OSError, ValueError) as exc:
         raise AdapterError(f"adapter {name!r}: {_CONFIG} in {path} cannot be read: {exc}") from exc
     numbers = [config.get(key) for key in ("r", "lora_alpha")] if isinstance(config, dict) else []

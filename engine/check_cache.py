@@ -44,7 +44,7 @@ def load_or_make(path: str, dtype: torch.dtype, sequences: list[list[int]], make
 def _digest(path: str, dtype: torch.dtype, sequences: list[list[int]]) -> str:
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weight_files(path)]
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]
-    config = (Path(path) / "config.json").read_text()
+    config = (Path(path) / "config.json").read_text("utf-8")
     facts = (_FORMAT, versions, str(dtype), sequences, str(Path(path).resolve()), config, stats)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 

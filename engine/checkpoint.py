@@ -133,7 +133,7 @@ def checkpoint_dtype(config: dict[str, Any]) -> torch.dtype | None:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as exc:
         raise ModelLoadError(f"{file} cannot be read: {exc}") from exc
     if not isinstance(content, dict):

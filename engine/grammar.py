@@ -184,7 +184,7 @@ def load_tokenizer(path: Path, vocab_size: int) -> LLTokenizer:
             the library could say that a grammar may end.
     """
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8")
         added = json.loads(text).get("added_tokens", ())
         specials = [token["id"] for token in added if token.get("special")]
         size = max(vocab_size, 1 + max((token["id"] for token in added), default=-1))

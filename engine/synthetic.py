@@ -287,7 +287,7 @@ def _load_tokens(config: SyntheticConfig) -> list[int]:
     else:
         from tokenizers import Tokenizer  # only here: a scripted engine starts without it
 
-        tokens = Tokenizer.from_file(config.tokenizer).encode(_TEXT.read_text(), add_special_tokens=False).ids
+        tokens = Tokenizer.from_file(config.tokenizer).encode(_TEXT.read_text("utf-8"), add_special_tokens=False).ids
     if not tokens or not all(isinstance(token, int) and 0 <= token < 2**31 for token in tokens):
         raise ValueError(f"the script {config.script!r} must be a non-empty JSON list of token ids from 0 to 2**31 - 1")
     return list(tokens)
@@ -295,7 +295,7 @@ def _load_tokens(config: SyntheticConfig) -> list[int]:
 
 def _read_script(path: str) -> Any:
     try:
-        return json.loads(Path(path).read_text())
+        return json.loads(Path(path).read_text("utf-8"))
     except ValueError as exc:
         raise ValueError(f"the script {path!r} is not JSON: {exc}") from exc
 

@@ -65,13 +65,14 @@ def wrong_value(body: bytes, kind: Any, reason: str) -> RequestError:
 
 
 def wrong_item(item: Any, where: str, kind: Any, reason: str) -> RequestError:
-    """Return the same for a part of a body, and what its sender calls that."""
+    """Return the same for a part of a body, and what its sender calls that; "" for an object that has no name."""
     match = _AT_PATH.search(reason)
     reason = _AT_PATH.sub("", reason)
     at = match[1] if match else ""
-    if (error := _structure_error(where + at, reason)) is not None:
+    path = (where + at).lstrip(".")
+    if (error := _structure_error(path, reason)) is not None:
         return error
-    return _value_error(where + at, _shown(_found(item, at)), _with_choices(reason, kind, at))
+    return _value_error(path, _shown(_found(item, at)), _with_choices(reason, kind, at))
 
 
 def _structure_error(path: str, reason: str) -> RequestError | None:

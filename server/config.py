@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from server.chat_settings import REASONING_PARSERS, TOOL_PARSERS
 from server.errors import StartupError, shown
@@ -13,7 +14,6 @@ from shm_transport.strategies import STRATEGIES
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")  # as browsers send it
 _TOO_LARGE = 2**63  # for any setting, infinity too
-_HTTP_URL = re.compile(r"https?://[^/?#\s]+")
 
 
 def _option(default: Any, help_text: str, metavar: str | None = None, **extra: Any) -> Any:
@@ -134,7 +134,7 @@ class ServeConfig:
                 raise StartupError(f"--allowed-origins has {origin!r}: write * or scheme://host[:port], without a path")
         self._check_adapters()
         self._check_names()
-        if self.otlp_traces_endpoint is not None and not _HTTP_URL.match(self.otlp_traces_endpoint):
+        if self.otlp_traces_endpoint is not None and not _is_http_url(self.otlp_traces_endpoint):
             raise StartupError(
                 f"--otlp-traces-endpoint is {self.otlp_traces_endpoint!r}: must be http://HOST:PORT or "
                 "https://HOST:PORT, with the path /v1/traces or none"
@@ -200,6 +200,14 @@ class ServeConfig:
     def _given(self, *names: str) -> dict[str, int]:
         """Return those of the fields that are set; the engine has defaults for the others."""
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def _is_http_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and not re.search(r"\s", text)
+    except ValueError:  # half of an IPv6 address, or a port that is none
+        return False
 
 
 def _at_least(config: ServeConfig, least: int, *names: str) -> None:

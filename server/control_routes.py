@@ -10,6 +10,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
 from server.async_llm import AsyncLLM
+from server.body_errors import wrong_item
 from server.endpoint import Endpoint
 from server.errors import EngineCallError, NotFoundError, RequestError, ServerError, shown
 from server.json_response import JsonResponse
@@ -251,8 +252,7 @@ def _read_query(request: Request, kind: type[T]) -> T:
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as exc:
-        name = str(exc).rpartition("`$.")[2].rstrip("`").partition("[")[0]
-        raise RequestError(f"{name} is {shown(given.get(name))}: {exc}", param=name) from exc
+        raise wrong_item(given, "", kind, str(exc)) from exc
 
 
 ENDPOINTS = (

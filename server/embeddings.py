@@ -74,8 +74,8 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
             raise RequestError(f"input is a list of {len(given)}: at most {MAX_INPUTS} inputs", param="input")
         return given
 
-    def encode_requests(self, response_id: str) -> list[EncodeRequest]:
-        """Return what the engine is asked for."""
+    def encode_requests(self, response_id: str, adapter: str = "") -> list[EncodeRequest]:
+        """Return what the engine is asked for; with an adapter, what the model it makes would embed."""
         inputs, truncation = self.inputs(), Truncation.of(self.truncate_prompt_tokens, self.truncation_side)
         return [
             EncodeRequest(
@@ -87,6 +87,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
                 truncation=truncation,
                 priority=self.priority or 0,
                 name=f"input[{i}]" if len(inputs) > 1 else "input",
+                adapter=adapter,
             )
             for i, prompt in enumerate(inputs)
         ]
@@ -139,15 +140,16 @@ async def embeddings(request: Request) -> ASGIApp:
     name = request_id(request, body.request_id)
     response_id = f"embd-{name}"
     ends_s = deadline_s(request, body.timeout_s)
-    requests = body.encode_requests(response_id)
+    requests = body.encode_requests(response_id, serving.adapter(body.model))
     llm.check_admission(min(len(requests), _AT_ONCE))
     processed = await llm.input_processor.process_encode(requests)
     llm.check_admission_of(processed[:_AT_ONCE])  # those that are in the queue at the same time
     jobs = [functools.partial(llm.embed, each, is_admitted=True) for each in processed]
     outputs = await _unless_gone(run_all(jobs, at_once=_AT_ONCE), request.receive, ends_s)
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    identity = serving.identity(response_id, body.model)
     answer = EmbeddingResponse(
-        id=response_id, created=int(time.time()), model=serving.model_names[0], data=[],
+        id=response_id, created=identity.created, model=identity.model, data=[],
         usage=EmbeddingUsage(num_tokens, num_tokens),
     )  # fmt: skip
     rows = _cut(np.stack([output.embedding for output in outputs]), body)

@@ -37,7 +37,7 @@ class EngineProcess:
     """One engine process with its rings.
 
     Attributes:
-        limits: What the engine said in READY: max_model_len, vocab_size, num_blocks.
+        limits: What the engine said in READY: max_model_len, vocab_size, embedding_size, num_blocks.
         outbox: The request ring's end.
         reader: The step ring's end.
         waiter: Waits for `reader` in the event loop.

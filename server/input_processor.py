@@ -67,6 +67,7 @@ class EncodeRequest:
     priority: int = 0  # lower runs earlier
     arrival_ns: int = field(default_factory=time.monotonic_ns)
     name: str = "prompt"  # what errors call it
+    adapter: str = ""  # as GenerateRequest's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,6 +204,7 @@ class InputProcessor:
             pooling=request.pooling or self._model.pooling,
             is_normalized=request.is_normalized,
             arrival_ns=request.arrival_ns,
+            adapter=request.adapter,
         )
 
     def _token_ids(self, request: GenerateRequest | EncodeRequest, *, num_reserved: int) -> list[int]:

@@ -101,8 +101,8 @@ def tls_context(config: ServeConfig) -> ssl.SSLContext | None:
         StartupError: If a file cannot be read or does not fit, or one is missing.
     """
     if config.ssl_certfile is None:
-        for name in ("ssl_keyfile", "ssl_ca_certs"):
-            if getattr(config, name) is not None:
+        for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
+            if getattr(config, name) not in (None, "none"):
                 raise StartupError(f"--{name.replace('_', '-')} is given without --ssl-certfile")
         return None
     if config.ssl_cert_reqs != "none" and config.ssl_ca_certs is None:

@@ -542,16 +542,6 @@ def _row_logprobs(columns: Logprobs, record: StepRecord, row: int) -> TokenLogpr
     return TokenLogprobs(width, columns.token_ids[start:end], entries, columns.sampled_ranks[first : first + count])
 
 
-def _token_logprobs(columns: Logprobs, row: int, token: int, num_tokens: int = 1) -> TokenLogprobs:
-    """Return the logprobs of a row, whose first token is the record's token of this number."""
-    width, start = columns.num_entries[row], columns.starts[row]
-    end = start + width * num_tokens
-    entries = cast("list[float | None]", columns.logprobs[start:end])
-    return TokenLogprobs(
-        width, columns.token_ids[start:end], entries, columns.sampled_ranks[token : token + num_tokens]
-    )
-
-
 def _finished(state: RequestState, reason: str, num_siblings_left: int, last_published_ns: int) -> FinishedSequence:
     request, params = state.request, state.params
     return FinishedSequence(

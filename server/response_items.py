@@ -73,15 +73,19 @@ def normalize(given: str | list[Any] | None) -> list[Item]:
 def chat_messages(instructions: str | None, items: list[Item]) -> list[ChatMessage]:
     """Return the messages for the chat template: a model's text and the calls that follow it are one message.
 
-    Reasoning items are left out: templates drop the reasoning of earlier turns. So are calls that were cut: their
-    arguments are no JSON.
+    Reasoning items are left out: templates drop the reasoning of earlier turns. So are calls that were cut, or whose
+    arguments the model wrote as no JSON object, and what was answered to them: templates take objects alone, and the
+    conversation must go on.
     """
+    broken = {item["call_id"] for item in items if item["type"] == "function_call" and not _is_whole(item)}
     messages = [] if instructions is None else [ChatMessage(role="system", content=instructions)]
     for item in items:
         kind = item["type"]
         if kind == "message":
             messages.append(ChatMessage(role=item["role"], content=_text(item["content"])))
-        elif kind == "function_call" and item.get("status") != "incomplete":
+        elif item.get("call_id") in broken:
+            continue
+        elif kind == "function_call":
             _add_call(messages, item)
         elif kind == "function_call_output":
             content = _text(item["output"])
@@ -92,6 +96,15 @@ def chat_messages(instructions: str | None, items: list[Item]) -> list[ChatMessa
 def turn_starts(items: list[Item]) -> list[int]:
     """Return where the user's messages are, but for one that comes first: from each, the rest is a conversation."""
     return [i for i, item in enumerate(items) if i > 0 and item.get("role") == "user"]
+
+
+def _is_whole(call: Item) -> bool:
+    """Whether a call is one that templates can show. Of a client's own only those that were cut are not."""
+    try:
+        decode_arguments(call["arguments"], "arguments")
+    except RequestError:
+        return False
+    return bool(call.get("status") != "incomplete")
 
 
 def _add_call(messages: list[ChatMessage], item: Item) -> None:

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sized
 from dataclasses import dataclass
 
-from server.errors import check_field
+from server.errors import RequestError, check_field
 from server.param_types import check_types
 from shm_transport.records import MAX_LOGPROBS
 
@@ -114,11 +114,14 @@ class SamplingParams:
         _check_count(self.stop, MAX_STOP_STRINGS, "stop", "strings")
         for stop in self.stop:
             check_field(stop != "", "stop", stop, "must not hold an empty string: it is in every text")
-            limit = f"must hold strings of at most {MAX_STOP_STRING_CHARS} characters"
-            check_field(len(stop) <= MAX_STOP_STRING_CHARS, "stop", f"a string of {len(stop)}", limit)
+            if len(stop) > MAX_STOP_STRING_CHARS:
+                raise RequestError(
+                    f"stop is or holds a string of {len(stop)} characters: at most {MAX_STOP_STRING_CHARS}",
+                    param="stop",
+                )
         _check_count(self.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids", "ids")
 
 
 def _check_count(values: Sized, most: int, name: str, kind: str) -> None:
     if len(values) > most:
-        check_field(False, name, f"{len(values)} {kind}", f"at most {most}")
+        raise RequestError(f"{name} is a list of {len(values)} {kind}: at most {most}", param=name)

@@ -172,7 +172,7 @@ def _template_source(directory: Path) -> str | None:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise StartupError(f"{path} cannot be read as text: {exc}") from exc
 

@@ -245,7 +245,7 @@ def test_the_documentation_names_flags_and_files_that_exist() -> None:
         assert (ROOT / path).exists(), path
     known = {action for option in _options() for action in option}
     foreign = {"--stop-timeout", "--build", "--gpus", "--shm-size", "--read-only", "--tmpfs", "--init"}  # Docker's
-    foreign |= {"--system", "--home-dir", "--user-group", "--now"}
+    foreign |= {"--system", "--home-dir", "--user-group", "--now", "--health-cmd", "--no-healthcheck"}
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text):
         assert flag in known | foreign, flag
 

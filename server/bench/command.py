@@ -1,6 +1,7 @@
 """The command `ringserve bench`: runs the load, prints the table, writes the files."""
 
 import json
+import os
 from pathlib import Path
 
 import uvloop
@@ -21,8 +22,7 @@ def bench(config: BenchConfig) -> int:
     if config.plot is not None:
         plot.check_installed()
     for path in filter(None, (config.json, config.plot)):
-        if not Path(path).absolute().parent.is_dir():
-            raise StartupError(f"{path} cannot be written: there is no such directory")
+        _check_writable(Path(path))
     run = uvloop.run(run_load(config))
     summary = summarize(config, run)
     text = table(summary)
@@ -32,6 +32,15 @@ def bench(config: BenchConfig) -> int:
     if config.plot is not None:
         plot.plot(run, text.partition("\n")[0], config.plot)
     return _status(run)
+
+
+def _check_writable(path: Path) -> None:
+    """Raise StartupError for a file that could not be written: before a long load, not after it."""
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise StartupError(f"{path} cannot be written: there is no such directory")
+    if path.is_dir() or not os.access(path if path.exists() else parent, os.W_OK):
+        raise StartupError(f"{path} cannot be written: name a file in a directory that is yours")
 
 
 def _status(run: Run) -> int:

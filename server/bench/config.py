@@ -55,8 +55,9 @@ class BenchConfig:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise StartupError(f"{_flag(name)} is {value}: above 0, and finite")
-        if self.num_warmups < 0:
-            raise StartupError(f"--num-warmups is {self.num_warmups}: at least 0")
+        for name in ("num_warmups", "seed"):
+            if getattr(self, name) < 0:
+                raise StartupError(f"{_flag(name)} is {getattr(self, name)}: at least 0")
         if self.concurrency is not None and self.request_rate is not None:
             raise StartupError("--concurrency and --request-rate are two kinds of load: choose one")
         if not self.url.startswith(("http://", "https://")):

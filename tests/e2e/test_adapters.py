@@ -4,8 +4,9 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -23,6 +24,24 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
+class Served(NamedTuple):
+    """The server of a model and two adapters, and what transformers says of each with its adapter merged, by name."""
+
+    server: RunningServer
+    texts: dict[str, str]  # 24 tokens after PROMPT
+    embeddings: dict[str, Any]  # [hidden_size], of PROMPT: its last token's final hidden state, of length 1
+
+
+def embeddings_of(model: Any, deltas: dict[str, Any]) -> dict[str, Any]:
+    """Return transformers' embedding of PROMPT with each adapter merged into the model, by name."""
+    embeddings = {}
+    for name, own in deltas.items():
+        with torch.no_grad():
+            states = merged(model, own)(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states[-1]
+        embeddings[name] = torch.nn.functional.normalize(states[0, -1], dim=0).numpy()
+    return embeddings
+
+
 def generated_texts(model: Any, deltas: dict[str, Any]) -> dict[str, str]:
     """Return what transformers says with each adapter merged into the model, 24 tokens greedily, by name."""
     tokenizer = Tokenizer.load(resolve(None) / "tokenizer.json")
@@ -32,8 +51,8 @@ def generated_texts(model: Any, deltas: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def texts_and_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, str], RunningServer]]:
-    """What each model says, by name, and the server that serves them."""
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Start the server of `base`, also called `alias`, and its adapters `one` and `two`."""
     root: Path = tmp_path_factory.mktemp("served")
     torch.manual_seed(1)
     model: Any = AutoModelForCausalLM.from_config(CONFIG).eval()
@@ -44,17 +63,17 @@ def texts_and_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
         "one": make_adapter(root / "one", model, ("q_proj", "v_proj"), 1),
         "two": make_adapter(root / "two", model, ("down_proj",), 2),
     }
-    texts = generated_texts(model, deltas)
+    texts, embeddings = generated_texts(model, deltas), embeddings_of(model, deltas)
     server = RunningServer(
         str(root / "base"), "--served-model-name", "base", "alias", "--dtype", "float32",
         "--adapters", f"one={root / 'one'}", f"two={root / 'two'}",
     )  # fmt: skip
-    yield texts, server
+    yield Served(server, texts, embeddings)
     assert server.stop() == 0
 
 
-def test_a_request_gets_the_text_of_the_adapter_that_it_names_as_its_model(texts_and_server: Any) -> None:
-    texts, server = texts_and_server
+def test_a_request_gets_the_text_of_the_adapter_that_it_names_as_its_model(served: Served) -> None:
+    server, texts, _ = served
     assert len(set(texts.values())) == 3
 
     def ask(name: str) -> tuple[str, str]:
@@ -68,16 +87,25 @@ def test_a_request_gets_the_text_of_the_adapter_that_it_names_as_its_model(texts
     assert ask("alias") == ("base", texts["base"])
 
 
-def test_a_stream_reports_its_adapter_as_the_model(texts_and_server: Any) -> None:
-    texts, server = texts_and_server
+def test_a_stream_reports_its_adapter_as_the_model(served: Served) -> None:
+    server, texts, _ = served
     body = {"model": "two", "prompt": PROMPT, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
     events = server.stream("/v1/completions", **body)
     assert {event["model"] for event in events[:-1]} == {"two"}
     assert "".join(event["choices"][0]["text"] for event in events[:-1]) == texts["two"]
 
 
-def test_adapters_are_listed_with_the_model_that_they_adapt_as_their_parent(texts_and_server: Any) -> None:
-    _, server = texts_and_server
+def test_an_embedding_is_that_of_the_adapter_that_it_names_as_its_model(served: Served) -> None:
+    server, _, embeddings = served
+    for name, expected in [*embeddings.items(), ("alias", embeddings["base"])]:
+        answer = server.post("/v1/embeddings", model=name, input=PROMPT).json()
+        assert answer["model"] == ("base" if name == "alias" else name)
+        np.testing.assert_allclose(answer["data"][0]["embedding"], expected, atol=1e-5, rtol=0)
+    assert np.abs(embeddings["one"] - embeddings["base"]).max() > 0.01
+
+
+def test_adapters_are_listed_with_the_model_that_they_adapt_as_their_parent(served: Served) -> None:
+    server = served.server
     cards = server.client.get("/v1/models").json()["data"]
     assert [(card["id"], card["parent"]) for card in cards] == [
         ("base", None), ("alias", None), ("one", "base"), ("two", "base")
@@ -85,8 +113,8 @@ def test_adapters_are_listed_with_the_model_that_they_adapt_as_their_parent(text
     assert server.client.get("/v1/models/two").json() == cards[3]
 
 
-def test_a_model_that_is_no_adapter_either_is_a_404_that_names_those_that_are(texts_and_server: Any) -> None:
-    _, server = texts_and_server
+def test_a_model_that_is_no_adapter_either_is_a_404_that_names_those_that_are(served: Served) -> None:
+    server = served.server
     response = server.post("/v1/completions", model="three", prompt="x")
     assert response.status_code == 404
     assert "base, alias, one, two" in response.json()["error"]["message"]

@@ -103,9 +103,10 @@ def test_a_dead_server_is_an_error_that_says_so() -> None:
 @pytest.mark.parametrize("option", ["--json", "--plot"])
 def test_a_file_that_cannot_be_written_is_told_before_the_load(option: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plot's extra is not installed")
-    done = bench("http://127.0.0.1:9", option, str(tmp_path / "missing" / "file"))
-    assert done.returncode == 2
-    assert "there is no such directory" in done.stderr
+    for path, reason in (("missing/file", "there is no such directory"), ("", "name a file")):
+        done = bench("http://127.0.0.1:9", option, str(tmp_path / path))
+        assert done.returncode == 2
+        assert reason in done.stderr
 
 
 def test_a_plot_without_its_library_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

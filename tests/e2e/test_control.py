@@ -136,21 +136,24 @@ def test_collective_rpc_calls_the_table_and_nothing_else(server: RunningServer) 
 
 
 @pytest.mark.parametrize(
-    ("path", "params", "param"),
+    ("path", "params", "param", "message"),
     [
-        ("/pause", {"mode": "never"}, "mode"),
-        ("/pause", {"clear_cache": "perhaps"}, "clear_cache"),
-        ("/sleep", {"level": 3}, "level"),
-        ("/sleep", {"level": "deep"}, "level"),
-        ("/wake_up", {"tags": ["weights", "all"]}, "tags"),
+        ("/pause", {"mode": "never"}, "mode", 'mode is "never": must be abort, keep or wait'),
+        ("/pause", {"clear_cache": "perhaps"}, "clear_cache", 'clear_cache is "perhaps": Expected `bool`, got `str`'),
+        ("/sleep", {"level": 3}, "level", "level is 3: one of 0, 1, 2"),
+        ("/sleep", {"level": "deep"}, "level", 'level is "deep": Expected `int`, got `str`'),
+        (
+            "/wake_up", {"tags": ["weights", "all"]}, "tags[1]",
+            'tags[1] is "all": must be kv_cache, scheduling or weights',
+        ),
     ],
-)
-def test_a_wrong_parameter_is_a_400_that_names_it(
-    server: RunningServer, path: str, params: dict[str, Any], param: str
+)  # fmt: skip
+def test_a_wrong_parameter_is_a_400_that_names_it_and_what_there_is(
+    server: RunningServer, path: str, params: dict[str, Any], param: str, message: str
 ) -> None:
     response = server.client.post(path, params=params)
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
+    assert (response.json()["error"]["param"], response.json()["error"]["message"]) == (param, message)
     assert server.client.get("/is_paused").json() == {"is_paused": False}
 
 

@@ -180,7 +180,7 @@ def test_tls_clients_that_neither_ask_nor_leave_do_not_hold_up_the_end(certifica
 
 @pytest.mark.parametrize(
     "options",
-    [{"ssl_keyfile": "/k"}, {"ssl_ca_certs": "/c"}, {"ssl_certfile": "/no/such"},
+    [{"ssl_keyfile": "/k"}, {"ssl_ca_certs": "/c"}, {"ssl_cert_reqs": "required"}, {"ssl_certfile": "/no/such"},
      {"ssl_certfile": __file__}, {"ssl_certfile": __file__, "ssl_cert_reqs": "required"}],
 )  # fmt: skip
 def test_tls_options_that_do_not_fit_are_known_before_the_model_loads(options: dict[str, str]) -> None:

@@ -46,6 +46,20 @@ def test_one_call_is_enough_where_they_may_not_be_parallel(scripted: ScriptedSer
         assert response.parallel_tool_calls is False
 
 
+def test_a_conversation_goes_on_after_a_call_whose_arguments_are_no_json(scripted: ScriptedServers) -> None:
+    broken = '<tool_call>{"name": "add", "arguments": {"a": nope}}</tool_call>'
+    with scripted(broken, *PACED).sdk() as client:
+        first = client.responses.create(**settings(client, tools=TOOLS))
+        (call,) = first.output
+        assert (call.type, call.arguments) == ("function_call", '{"a": nope}')
+        result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "no JSON"}]
+        more = {"input": result, "previous_response_id": first.id}
+        again = client.responses.create(**settings(client, tools=TOOLS, **more))
+        assert again.output[0].type == "function_call"
+        items = client.responses.input_items.list(again.id, order="asc")
+        assert [item.type for item in items] == ["message", "function_call", "function_call_output"]
+
+
 def test_calls_are_text_where_none_are_wanted(scripted: ScriptedServers) -> None:
     with scripted(CALLS, *PACED).sdk() as client:
         for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):

@@ -1,5 +1,8 @@
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +143,20 @@ def test_the_template_is_taken_from_the_configuration_and_a_file_beside_it_wins(
     assert loaded(tmp_path) == "config Hi"
     (tmp_path / "chat_template.jinja").write_text("file {{ messages[0].content }} é", encoding="utf-8")
     assert loaded(tmp_path) == "file Hi é"
+
+
+def test_a_template_is_read_as_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("é", encoding="utf-8")
+    code = (
+        "import pathlib, sys; from server.tokenizer import load_chat_template as load; "
+        "print(load(pathlib.Path(sys.argv[1]), None, {}).source == chr(233))"
+    )
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(
+        command, env={**os.environ, **locale}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 def test_of_several_named_templates_the_default_is_taken(tmp_path: Path) -> None:

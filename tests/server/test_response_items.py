@@ -114,6 +114,15 @@ def test_turns_start_at_the_users_messages_but_the_first() -> None:
     assert turn_starts(normalize("Hi")) == []
 
 
+@pytest.mark.parametrize("arguments", ['{"a": nope}', "[1]", '{"a": '])
+def test_a_call_that_the_model_wrote_wrongly_is_left_out_of_the_prompt_with_its_result(arguments: str) -> None:
+    user, right = normalize("a"), normalize([CALL, RESULT])
+    call = {"type": "function_call", "call_id": "c2", "name": "f", "arguments": arguments, "status": "completed"}
+    result = normalize([{"type": "function_call_output", "call_id": "c2", "output": "that was no JSON"}])
+    told = chat_messages(None, [*user, *right, call, *result, *user])
+    assert told == chat_messages(None, [*user, *right, *user])
+
+
 def test_a_call_that_was_cut_is_left_out_of_the_prompt_and_a_client_s_wrong_arguments_are_named() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": '}
     user = {"role": "user", "content": "a"}

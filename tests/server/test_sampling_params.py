@@ -66,3 +66,10 @@ def test_without_a_seed_every_request_draws_its_own(seed: int | None) -> None:
     drawn = [value for _ in range(20) for value in params.seeds()]
     assert len(set(drawn)) == 40
     assert all(0 <= value < 2**64 for value in drawn)
+
+
+def test_a_list_that_is_too_long_is_told_by_its_length() -> None:
+    with pytest.raises(RequestError, match=r"^stop is a list of 5 strings: at most 4$"):
+        SamplingParams(stop=("a",) * 5)
+    with pytest.raises(RequestError, match=r"^stop is or holds a string of 1025 characters: at most 1024$"):
+        SamplingParams(stop=("a" * 1025,))

@@ -24,7 +24,9 @@ def test_a_server_that_lacks_opentelemetry_says_how_to_install_it(monkeypatch, c
     assert "pip install 'ringserve[otel]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:4318", "grpc://a:4317", "http://", ""])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:4318", "grpc://a:4317", "http://", "", "http://[::1", "http://a:x", "http://:1"]
+)
 def test_an_endpoint_is_an_http_url(url: str) -> None:
     with pytest.raises(StartupError, match=r"--otlp-traces-endpoint is .*must be http://HOST:PORT"):
         ServeConfig(otlp_traces_endpoint=url)

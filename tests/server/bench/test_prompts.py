@@ -45,6 +45,7 @@ def test_a_file_without_prompts_is_an_error(tmp_path: Path, content: str | None)
         {"extra_body": "{"},
         {"url": "localhost:8000"},
         {"num_warmups": -1},
+        {"seed": -1},
     ],
 )
 def test_a_load_that_cannot_be_is_refused(option: dict[str, object]) -> None:
