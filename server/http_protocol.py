@@ -231,7 +231,7 @@ class RingserveProtocol(HttpToolsProtocol):
     def refuse_at_end(self, message: str) -> None:
         """Close the connection of a server that ends; what its client does not take has to be cut off."""
         if not self.transport.is_closing():
-            self._refuse(503, message, ShuttingDownError.type)
+            self._close(503, message, ShuttingDownError.type)
 
     def on_message_begin(self) -> None:
         """Note that a head begins."""
@@ -308,7 +308,15 @@ class RingserveProtocol(HttpToolsProtocol):
         if self._refusal:
             raise _RefusedError
 
-    def _refuse(self, status: int, message: str, error_type: str = RequestError.type) -> None:
+    def _refuse(self, status: int, message: str) -> None:
+        """Refuse what comes in; requests that are all there are answered first, and then the connection is closed."""
+        whole = [cycle for cycle in self._open_cycles if not cycle.more_body]
+        if whole:
+            whole[-1].keep_alive = False
+        else:
+            self._close(status, message, RequestError.type)
+
+    def _close(self, status: int, message: str, error_type: str) -> None:
         """Close the connection; with an error, unless that would stand in, or for, the response to another request."""
         if self._is_first_unanswered():
             error = {"message": message, "type": error_type, "param": None, "code": status}

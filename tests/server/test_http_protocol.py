@@ -453,11 +453,22 @@ async def test_nonsense_in_the_body_of_a_request_that_waits_for_it_is_told(conne
     assert connection.protocol.cycle.disconnected
 
 
-async def test_nonsense_behind_a_request_is_no_answer_to_it(connection: Connection) -> None:
-    await connection.request(GET % 0)
-    connection.protocol.data_received(b"\x16\x03\r\n")
+@pytest.mark.parametrize("request_bytes", [GET % 0, POST + b"123456789", GET % 0 + GET % 1])
+@pytest.mark.parametrize("is_one_packet", [True, False])
+async def test_what_came_whole_before_nonsense_is_answered_and_then_the_connection_is_closed(
+    connection: Connection, request_bytes: bytes, is_one_packet: bool
+) -> None:
+    nonsense, num_requests = b"\x16\x03\r\n", request_bytes.count(b"HTTP/1.1")
+    await connection.request(request_bytes + nonsense * is_one_packet)
+    connection.protocol.data_received(nonsense)
+    for call in range(num_requests):
+        assert not connection.transport.is_closed
+        await until(lambda call=call: len(connection.calls) > call)
+        sink = connection.sink(call)
+        sink.open(200, [])
+        sink.finish(b"done")
     assert connection.transport.is_closed
-    assert connection.transport.data == b""
+    assert connection.transport.data.count(b"HTTP/1.1 ") == connection.transport.data.count(b"done") == num_requests
 
 
 async def test_a_request_for_another_protocol_that_comes_in_pieces_is_the_last_of_its_connection(
