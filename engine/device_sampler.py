@@ -20,7 +20,6 @@ from engine.sampler import (
     draw_from_sorted,
     keys_of,
     needs_order,
-    scale_,
     top_k_of,
     why_failed,
 )
@@ -80,7 +79,7 @@ def _sample(logits: Tensor, requests: Sequence[Request]) -> DeviceSamples:
             # A row that is not finite draws from zeros: its token is thrown away, but the next step reads its embedding
             # before the host knows, and an index out of bounds would end all work on a GPU for good.
             own = logits[index].masked_fill_(~best[index].isfinite()[:, None], 0.0)
-            token_ids.index_copy_(0, index, draw(scale_(own, filters), filters, keys))
+            token_ids.index_copy_(0, index, draw(own, filters, keys))
     return DeviceSamples(token_ids, best)
 
 
@@ -89,7 +88,7 @@ def _columns(requests: Sequence[Request], logits: Tensor) -> tuple[Filters, Tens
     params = [request.params for request in requests]
     top_k = [top_k_of(each, logits.shape[1]) for each in params]
     rows = [[p.temperature for p in params], top_k, [p.top_p for p in params], [p.min_p for p in params]]
-    columns = np.concatenate((np.array(rows, np.float64), keys_of(requests).numpy().view(np.float64)[None]))
+    columns = np.concatenate((np.array(rows, np.float64), keys_of(requests).view(np.float64)[None]))
     sent = pinned(torch.from_numpy(columns), logits.device).to(logits.device, non_blocking=True)
     filters = Filters(
         temperature=sent[0].float(),

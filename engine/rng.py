@@ -6,18 +6,21 @@ only where two come in almost together; a running sum passes its target elsewher
 another.
 """
 
+from typing import TypeVar
+
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_GAMMA = 0x9E3779B97F4A7C15 - 2**64  # as int64, which torch multiplies modulo 2**64
+Bits = TypeVar("Bits", Tensor, NDArray[np.int64])  # numpy's are faster for a few, a device has the others
+
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64  # as int64, whose products are modulo 2**64 in arrays and tensors
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 _SHIFTS = (30, 27, 31)
 _NUM_BITS = 52  # of a uniform number: a double holds them and one half more exactly, so none is 0 or 1
 
 
-def splitmix64(state: Tensor) -> Tensor:
+def splitmix64(state: Bits) -> Bits:
     """Mix 64-bit states into 64 random bits each, elementwise; both int64.
 
     Source: splitmix64, Sebastiano Vigna, 2015 (public domain).
@@ -28,13 +31,12 @@ def splitmix64(state: Tensor) -> Tensor:
     return bits ^ _shifted(bits, _SHIFTS[2])
 
 
-def draw_keys(seeds: NDArray[np.uint64], indexes: NDArray[np.int64]) -> Tensor:
+def draw_keys(seeds: NDArray[np.uint64], indexes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return what each (seed, output index) pair draws by, [n] int64; both [n].
 
     The seed is mixed first, so that neighbouring seeds do not give shifted copies of one sequence.
     """
-    seed_bits = splitmix64(torch.from_numpy(seeds.view(np.int64)))
-    return splitmix64(seed_bits + torch.from_numpy(indexes) * _GAMMA)
+    return splitmix64(splitmix64(seeds.view(np.int64)) + indexes * _GAMMA)
 
 
 def race(weights: Tensor, keys: Tensor, names: Tensor) -> Tensor:
@@ -55,7 +57,7 @@ def exponentials(keys: Tensor, names: Tensor) -> Tensor:
     return bits.double().add_(0.5).mul_(-(2.0**-_NUM_BITS)).log1p_().neg_()  # log would wake MKL's threads for a few
 
 
-def _shifted(bits: Tensor, count: int) -> Tensor:
-    """Shift to the right and fill with zeros; torch fills with the sign."""
-    shifted: Tensor = (bits >> count) & (2 ** (64 - count) - 1)
+def _shifted(bits: Bits, count: int) -> Bits:
+    """Shift to the right and fill with zeros; alone it fills with the sign."""
+    shifted: Bits = (bits >> count) & (2 ** (64 - count) - 1)
     return shifted

@@ -172,9 +172,9 @@ def _draw_rows(
         if rows:
             chosen = [requests[row] for row in rows]
             filters = Filters.of([request.params for request in chosen], logits.shape[1], logits.device)
-            keys = keys_of(chosen).to(logits.device)
+            keys = torch.from_numpy(keys_of(chosen)).to(logits.device)
             own = logits if len(rows) == len(requests) else logits[rows]
-            token_ids[rows] = draw(scale_(own, filters), filters, keys).cpu().numpy()
+            token_ids[rows] = draw(own, filters, keys).cpu().numpy()
 
 
 def top_k_of(params: AddRequest, vocab_size: int) -> int:
@@ -187,49 +187,58 @@ def needs_order(params: AddRequest, vocab_size: int) -> bool:
     return params.top_p < 1.0 or top_k_of(params, vocab_size) < vocab_size
 
 
-def keys_of(requests: Sequence[Request]) -> Tensor:
-    """Return what each request draws its next token by, [len(requests)] int64."""
+def keys_of(requests: Sequence[Request]) -> NDArray[np.int64]:
+    """Return what each request draws its next token by, [len(requests)]."""
     seeds = np.array([request.seed for request in requests], np.uint64)
     return draw_keys(seeds, np.array([request.num_output_tokens for request in requests], np.int64))
 
 
-def scale_(logits: Tensor, filters: Filters) -> Tensor:
-    """Apply temperature and min_p in place: 0 for a row's most likely token, -inf for those left out."""
-    logits.sub_(logits.amax(dim=1, keepdim=True)).div_(filters.temperature[:, None])
+def scale_(logits: Tensor, filters: Filters, best: Tensor | None = None) -> Tensor:
+    """Apply temperature and min_p in place: 0 for a row's most likely token, -inf for those left out.
+
+    Args:
+        logits: [num_rows, num_columns].
+        filters: Of the same rows.
+        best: [num_rows, 1], the rows' largest logits, if they are known.
+    """
+    best = logits.amax(dim=1, keepdim=True) if best is None else best
+    logits.sub_(best).div_(filters.temperature[:, None])
     if filters.log_min_p is not None:
         logits.masked_fill_(logits < filters.log_min_p[:, None], float("-inf"))
     return logits
 
 
-def draw_from_all(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:  # noqa: ARG001 - one signature
-    """Draw one token a row from everything that is left, [num_rows]; overwrites `scaled`.
+def draw_from_all(logits: Tensor, filters: Filters, keys: Tensor) -> Tensor:
+    """Draw one token a row from everything that is left, [num_rows]; overwrites `logits`.
 
     In two levels, a block of columns and then a column of that block: a number for each token of a vocabulary would
     take many times as long.
     """
-    blocks = _blocks(scaled.exp_())  # 32 new rows would take as long as their exp
+    blocks = _blocks(scale_(logits, filters).exp_())  # 32 new rows would take as long as their exp
     sums = blocks.sum(dim=2).double()  # in single precision: wrong by a millionth, and far faster
     num_blocks = sums.shape[1]
-    block = race(sums, keys, torch.arange(-num_blocks, 0, device=scaled.device))
-    weights = blocks[torch.arange(len(blocks), device=scaled.device), block].double()
-    columns = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=scaled.device)
+    block = race(sums, keys, torch.arange(-num_blocks, 0, device=logits.device))
+    weights = blocks[torch.arange(len(blocks), device=logits.device), block].double()
+    columns = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=logits.device)
     return columns.gather(1, race(weights, keys, columns)[:, None]).squeeze(1)
 
 
-def draw_from_shortlist(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:
+def draw_from_shortlist(logits: Tensor, filters: Filters, keys: Tensor) -> Tensor:
     """Draw one token a row from what top_k and top_p leave, [num_rows]."""
-    drawn = torch.empty(len(scaled), dtype=torch.int64, device=scaled.device)
-    for rows, token_ids, weights in shortlists(scaled, filters):
+    drawn = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    for rows, token_ids, weights in shortlists(logits, filters):
         places = race(weights, keys[rows], token_ids)
         drawn[rows] = token_ids.gather(1, places[:, None]).squeeze(1)
     return drawn
 
 
-def draw_from_sorted(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:
+def draw_from_sorted(logits: Tensor, filters: Filters, keys: Tensor) -> Tensor:
     """Draw what `draw_from_shortlist` draws from a sorted list that is long enough from the start, [num_rows].
 
     A GPU sorts so fast that looking at what a shorter one holds would take longer: the host would have to wait.
+    Overwrites `logits`.
     """
+    scaled = scale_(logits, filters)
     can_cut = filters.largest_top_k * _MARGIN <= scaled.shape[1]  # equals at the end of top_k stand in the list too
     size = filters.largest_top_k * _MARGIN if can_cut else scaled.shape[1]
     values, token_ids = _largest(scaled, size)
@@ -237,23 +246,32 @@ def draw_from_sorted(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:
     return token_ids.gather(1, places[:, None]).squeeze(1)
 
 
-def shortlists(scaled: Tensor, filters: Filters) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def shortlists(logits: Tensor, filters: Filters) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Find each row's candidates under top_k and top_p, the most likely first, the lowest id first among equals.
+
+    A list is first weighed against the least and the most that the tokens outside of it can weigh. Only where that
+    leaves open what top_p keeps, the whole vocabulary is summed up, which takes several times as long.
 
     Yields:
         Groups of rows: their numbers [n], candidates [n, size] and weights [n, size] fp64, 0 for what is left out. A
         row comes in the first group whose size provably holds all that it keeps.
     """
-    rows = torch.arange(len(scaled), device=scaled.device)
-    mass = _masses(scaled, filters)
-    size = min(_SHORTLIST, scaled.shape[1])
+    num_rows, vocab_size = logits.shape
+    rows, size = torch.arange(num_rows, device=logits.device), min(_SHORTLIST, vocab_size)
     while len(rows):
-        values, token_ids = _largest(scaled[rows], size)
-        weights = _weigh(values, mass[rows], filters.take(rows))
-        is_settled = _is_settled(values, weights, filters.top_k[rows], scaled.shape[1])
+        left = logits if len(rows) == num_rows else logits[rows]
+        own = filters.take(rows)
+        values, token_ids = _largest(left, size)
+        scaled = scale_(values, own, values[:, :1].clone())
+        weights, is_open = _weigh_in_bounds(scaled, own)
+        if is_open.any():
+            exact = _weigh(scaled, _masses(scale_(left.clone(), own), own), own)
+            weights = torch.where(is_open[:, None], exact, weights)
+            is_open &= own.top_k < vocab_size  # of these it takes a part of that sum, which the list does not show
+        is_settled = ~is_open & _holds_all(scaled, weights, vocab_size)
         yield rows[is_settled], token_ids[is_settled], weights[is_settled]
         rows = rows[~is_settled]
-        size = min(size * _WIDEN, scaled.shape[1])
+        size = min(size * _WIDEN, vocab_size)
 
 
 def _masses(scaled: Tensor, filters: Filters) -> Tensor:
@@ -273,30 +291,44 @@ def _largest(scaled: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return values, columns.gather(1, order)
 
 
-def _weigh(values: Tensor, mass: Tensor, filters: Filters) -> Tensor:
+def _weigh(scaled: Tensor, mass: Tensor, filters: Filters) -> Tensor:
     """Weights of sorted values: top_k cuts by place, then top_p by the mass that goes before, of what top_k left."""
-    weights = values.exp().double()
-    weights *= torch.arange(values.shape[1], device=values.device) < filters.top_k[:, None]
-    if_cut = weights.sum(dim=1)
-    total = torch.where(filters.top_k <= values.shape[1], if_cut, mass)
+    weights = _weights_of_top_k(scaled, filters)
+    total = torch.where(filters.top_k <= scaled.shape[1], weights.sum(dim=1), mass)
+    return weights * _is_kept(weights, total, filters)
+
+
+def _weigh_in_bounds(scaled: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
+    """Weigh as `_weigh` does, without the mass; and say for which rows that would have to be known, [num_rows] bool."""
+    weights = _weights_of_top_k(scaled, filters)
+    least = weights.sum(dim=1)
+    most = least + weights[:, -1] * (filters.top_k - scaled.shape[1]).clamp_(min=0)
+    is_kept = _is_kept(weights, least, filters)
+    is_open = is_kept.sum(dim=1) != _is_kept(weights, most, filters).sum(dim=1)
+    return weights * is_kept, is_open
+
+
+def _weights_of_top_k(scaled: Tensor, filters: Filters) -> Tensor:
+    places = torch.arange(scaled.shape[1], device=scaled.device)
+    return scaled.exp().double() * (places < filters.top_k[:, None])
+
+
+def _is_kept(weights: Tensor, total: Tensor, filters: Filters) -> Tensor:
+    """Whether top_p keeps a token, by what those before it weigh; a row's first tokens are kept."""
     before = weights.cumsum(dim=1) - weights
-    is_kept = (before < (filters.top_p * total)[:, None]) | (filters.top_p >= 1.0)[:, None]
-    return weights * is_kept
+    return (before < (filters.top_p * total)[:, None]) | (filters.top_p >= 1.0)[:, None]
 
 
-def _is_settled(values: Tensor, weights: Tensor, top_k: Tensor, vocab_size: int) -> Tensor:
-    """Whether nothing outside of the shortlist can belong to a row's candidates.
+def _holds_all(scaled: Tensor, weights: Tensor, vocab_size: int) -> Tensor:
+    """Whether nothing outside of a row's list can belong to its candidates, [num_rows] bool.
 
-    True if the last one kept is larger than the last one listed, so that not even an equal stands outside. With top_k
-    beyond the list only top_p can have cut, by the mass of the whole row: that is settled if top_k is off.
+    So it is if the last one kept is larger than the last one listed: then not even an equal stands outside.
     """
-    size = values.shape[1]
-    if size == vocab_size:
-        return torch.ones(len(values), dtype=torch.bool, device=values.device)
+    if scaled.shape[1] == vocab_size:
+        return torch.ones(len(scaled), dtype=torch.bool, device=scaled.device)
     num_kept = (weights > 0).sum(dim=1).clamp_(min=1)
-    last_kept = values.gather(1, (num_kept - 1)[:, None]).squeeze(1)
-    knows_total = (top_k <= size) | (top_k == vocab_size)
-    return knows_total & (last_kept > values[:, -1])
+    last_kept = scaled.gather(1, (num_kept - 1)[:, None]).squeeze(1)
+    return last_kept > scaled[:, -1]
 
 
 def _blocks(weights: Tensor) -> Tensor:

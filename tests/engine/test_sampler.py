@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from engine.request import Request
-from engine.sampler import Filters, sample, scale_, shortlists
+from engine.sampler import Filters, sample, shortlists
 from shm_transport.messages import AddRequest, Fork
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def naive_support(
 def support(logits: np.ndarray, **params: Any) -> set[int]:
     filters = Filters.of([request(**params).params], len(logits), CPU)
     found: set[int] = set()
-    for rows, token_ids, weights in shortlists(scale_(torch.from_numpy(logits.copy())[None], filters), filters):
+    for rows, token_ids, weights in shortlists(torch.from_numpy(logits)[None], filters):
         for row in range(len(rows)):
             found |= set(token_ids[row][weights[row] > 0].tolist())
     return found
@@ -130,7 +130,7 @@ def test_candidates_and_their_weights_are_those_of_transformers_warpers(
     params = request(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p).params
     filters = Filters.of([params], size, CPU)
     got = torch.zeros(size, dtype=torch.float64)
-    for rows, token_ids, weights in shortlists(scale_(logits.clone()[None], filters), filters):
+    for rows, token_ids, weights in shortlists(logits[None], filters):
         if len(rows):
             got[token_ids[0]] = weights[0]
     torch.testing.assert_close(got / got.sum(), expected[0].double().softmax(0), atol=1e-6, rtol=1e-4)
