@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from server.errors import StartupError
+from server.held_signals import held_signals
 from shm_transport import segment
 from shm_transport.config import RingConfig
 from shm_transport.errors import TransportError
@@ -65,8 +66,9 @@ class EngineProcess:
         with contextlib.ExitStack() as undo:  # whatever ends this, Ctrl-C at any moment too, leaves no name behind
             undo.callback(self._unlink)
             step_segment, request_segment = self._create(rings)
-            self.process = self._launch(command_config)
-            undo.callback(self._end_process)
+            with held_signals():
+                self.process = self._launch(command_config)
+                undo.callback(self._end_process)
             self.reader = StepReader(step_segment)
             self.waiter = make_waiter(wait_strategy, self.reader.consumer, self.process.pid)
             undo.callback(self.waiter.close)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from server.config import ServeConfig
 from server.errors import StartupError
+from server.held_signals import held_signals
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -54,12 +55,15 @@ def pull_default_model() -> Path:
         StartupError: If it fails; its messages are on the terminal.
     """
     command = [sys.executable, "-P", "-m", "engine.default_model"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = None
     try:
+        with held_signals():
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         path, _ = process.communicate()
     except BaseException:  # a signal: the process removes what it has begun
-        process.terminate()
-        process.communicate()
+        if process is not None:
+            process.terminate()
+            process.communicate()
         raise
     if process.returncode != 0:
         raise StartupError(f"the default model could not be made (status {process.returncode}): see the messages above")

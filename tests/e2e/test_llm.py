@@ -309,6 +309,14 @@ except KeyboardInterrupt:
     assert (out, err, running.returncode) == ("aborted 16\n", "", 0)
 
 
+def command_of(pid: str) -> str:
+    """Return a process's command line, "" once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def test_ctrl_c_while_it_loads_ends_the_engine(tmp_path, wait) -> None:
     script = """
 from server import LLM
@@ -321,12 +329,7 @@ LLM(dtype="float32")
     assert loading.stdout is not None
     assert loading.stdout.readline() == "loading\n"
     children = Path(f"/proc/{loading.pid}/task/{loading.pid}/children")
-    wait(
-        lambda: any(
-            "-m\0engine\0{" in Path(f"/proc/{pid}/cmdline").read_text() for pid in children.read_text().split()
-        ),
-        60,
-    )
+    wait(lambda: any("-m\0engine\0{" in command_of(pid) for pid in children.read_text().split()), 60)
     (engine_pid,) = map(int, children.read_text().split())
     loading.send_signal(signal.SIGINT)
     _, err = loading.communicate(timeout=30)

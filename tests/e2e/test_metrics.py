@@ -145,5 +145,6 @@ def test_a_scrape_is_answered_while_streams_run(paced) -> None:
     with httpx.stream(
         "POST", f"{paced.url}/v1/completions", json={**BODY, "max_tokens": 200, "stream": True}
     ) as stream:
-        next(stream.iter_raw())
+        events = stream.iter_raw()  # closes the connection when it goes
+        next(events)
         assert samples(paced)["num_requests_running"] == 1

@@ -172,7 +172,8 @@ def test_a_prompt_seen_before_comes_from_the_cache_unless_its_salt_is_another(se
 def test_a_closed_socket_frees_its_request_in_the_real_engine(server, wait) -> None:
     body = {"messages": [QUESTION], "stream": True, "max_tokens": 4000, "ignore_eos": True}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as response:
-        next(response.iter_bytes())
+        events = response.iter_bytes()  # closes the connection when it goes
+        next(events)
         wait(lambda: server.load()["num_requests_running"] == 1, 30)
     elapsed_s = wait(lambda: not any(server.load().values()), 10)
     print(f"free {elapsed_s:.3f} s after the close")

@@ -3,6 +3,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,23 @@ def test_a_signal_during_the_pull_ends_it_with_a_chance_to_clean_up(tmp_path: Pa
     assert server.wait(timeout=30) == 128 + signal.SIGTERM
     assert cleaned.exists()
     assert process.start_time(int(begun.read_text())) is None
+
+
+def test_a_signal_while_the_pull_is_launched_ends_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_path.sys, "executable", str(script(tmp_path / "python", "while :; do sleep 0.05; done")))
+    popen, launched = subprocess.Popen, list[subprocess.Popen[str]]()
+
+    def launch(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        launched.append(popen(*arguments, **options))
+        signal.raise_signal(signal.SIGTERM)
+        return launched[0]
+
+    monkeypatch.setattr(model_path.subprocess, "Popen", launch)
+    previous = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    with pytest.raises(SystemExit):
+        model_path.pull_default_model()
+    signal.signal(signal.SIGTERM, previous)
+    assert launched[0].returncode == -signal.SIGTERM
 
 
 def test_a_pull_that_fails_is_an_error_of_start_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
