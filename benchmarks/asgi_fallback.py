@@ -10,5 +10,5 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from server import cli, launcher
 
 if __name__ == "__main__":
-    launcher.RingserveProtocol = lambda turns, **arguments: HttpToolsProtocol(**arguments)  # noqa: ARG005
+    launcher.RingserveProtocol = lambda *arguments, turns: HttpToolsProtocol(*arguments)  # noqa: ARG005
     sys.exit(cli.main())

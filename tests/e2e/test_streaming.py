@@ -253,6 +253,19 @@ def test_several_tokens_a_step_give_the_same_text(start_server, synthetic, token
         assert texts(server.stream("/v1/completions", prompt="a", **body)) == expected["choices"][0]["text"]
 
 
+def test_the_fallback_that_is_measured_serves_the_same_events(start_server, synthetic) -> None:
+    server = start_server(
+        "--engine", "synthetic", "--max-model-len", "2048", command=[sys.executable, "-m", "benchmarks.asgi_fallback"]
+    )
+    body = {"prompt": "a", "max_tokens": 50, "temperature": 0}
+    texts = [
+        "".join(event["choices"][0]["text"] for event in each.stream("/v1/completions", **body)[:-1])
+        for each in (server, synthetic)
+    ]
+    assert texts[0] == texts[1]
+    assert server.stop() == 0
+
+
 def test_the_running_loop_is_uvloop_and_the_parser_httptools(start_server, tmp_path) -> None:
     main = tmp_path / "main.py"
     main.write_text(
