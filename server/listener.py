@@ -40,7 +40,8 @@ def bound(config: ServeConfig) -> Iterator[socket.socket]:
             own = _file_of(path)
             yield listener
         finally:
-            if _file_of(path) == own if own else listener.getsockname():
+            is_own = _file_of(path) == own if own else listener.getsockname() != ""  # bound, and then interrupted
+            if is_own:
                 path.unlink(missing_ok=True)
 
 

@@ -6,10 +6,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from server.async_llm import AsyncLLM
 from server.chat_messages import ChatMessage
 from server.chat_request import ChatCompletionRequest
 from server.endpoint import Endpoint
-from server.errors import RequestError, shown
+from server.errors import RequestError
 from server.json_response import JsonResponse
 from server.model_info import ModelInfo
 from server.serving import Serving
@@ -94,7 +95,7 @@ async def detokenize(request: Request) -> ASGIApp:
     body = await serving.bodies.read(request, DetokenizeRequest)
     serving.check_model(body.model)
     is_short = len(body.tokens) <= _INLINE_ITEMS
-    return JsonResponse(await run_near(is_short, _detokenize, serving.llm.model, body.tokens))
+    return JsonResponse(await run_near(is_short, _detokenize, serving.llm, body.tokens))
 
 
 async def _render(serving: Serving, chat: ChatCompletionRequest) -> str:
@@ -107,13 +108,9 @@ def _tokenize(model: ModelInfo, text: str, add_special_tokens: bool, with_string
     return TokenizeResponse(len(token_ids), model.max_model_len, token_ids, strings)
 
 
-def _detokenize(model: ModelInfo, token_ids: list[int]) -> DetokenizeResponse:
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < model.vocab_size):
-        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < model.vocab_size)
-        raise RequestError(
-            f"tokens holds {shown(wrong)}: token ids are integers from 0 to {model.vocab_size - 1}", param="tokens"
-        )
-    return DetokenizeResponse(model.tokenizer.decode(token_ids, skip_special_tokens=False))
+def _detokenize(llm: AsyncLLM, token_ids: list[int]) -> DetokenizeResponse:
+    llm.input_processor.check_token_ids("tokens", token_ids)
+    return DetokenizeResponse(llm.model.tokenizer.decode(token_ids, skip_special_tokens=False))
 
 
 ENDPOINTS = (
