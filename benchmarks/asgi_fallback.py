@@ -7,7 +7,7 @@ import sys
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from server import cli, launcher
+from ringserve.server import cli, launcher
 
 if __name__ == "__main__":
     launcher.RingserveProtocol = lambda *arguments, turns: HttpToolsProtocol(*arguments)  # noqa: ARG005

@@ -5,8 +5,8 @@
 The server's detokenizer against tokenizers' DecodeStream and against repeated full decode: decode everything so far
 with each token. Each makes its state for an output of 128 or 32k tokens and takes token by token; all must give the
 same text. Vocabularies: SmolLM2 (byte-level, 49k), Llama 3 (byte-level, 128k), Llama 2 (SentencePiece with byte
-fallback, 32k). The last two are those that tests/server/test_detokenizer.py fetches; where it never ran they are left
-out, with a word.
+fallback, 32k). The last two are those that tests/server/text/test_detokenizer.py fetches; where it never ran they are
+left out, with a word.
 
 Paths take turns, round by round. The text repeats English prose with a little of other scripts and emoji; short
 outputs begin here and there in it, so that short and long ones are of the same tokens. Full decode is timed at points
@@ -29,8 +29,8 @@ from tokenizers.decoders import DecodeStream
 
 from benchmarks import report
 from benchmarks.report import Target
-from server import model_path
-from server.tokenizer import Tokenizer
+from ringserve.server.settings import model_path
+from ringserve.server.text.tokenizer import Tokenizer
 
 OURS, STREAM, FULL = "ringserve", "DecodeStream", "full decode"
 LENGTHS = (128, 32_768)
@@ -76,7 +76,7 @@ class Vocabulary:
         return start
 
     def ours(self, token_ids: list[int]) -> list[str]:
-        """Decode as server/output_processor.py does: the ready text, with its JSON string, or else `decode`."""
+        """Decode as generation/output_processor.py does: the ready text, with its JSON string, or else `decode`."""
         detokenizer = self._ours.detokenizer(self._prompt, skip_special_tokens=True)
         ready, decode = detokenizer.ready, detokenizer.decode
         return [decode(token_id) if (piece := ready(token_id)) is None else piece[0] for token_id in token_ids]
@@ -126,7 +126,7 @@ def vocabularies() -> dict[str, Vocabulary]:
         if found:
             files[name] = found[-1]
         else:
-            print(f"left out: {name}. There is no {CACHE / pattern}; tests/server/test_detokenizer.py fetches it")
+            print(f"left out: {name}. There is no {CACHE / pattern}; tests/server/text/test_detokenizer.py fetches it")
     return {name: Vocabulary(file) for name, file in files.items()}
 
 

@@ -89,7 +89,8 @@ def blocks_after_abort(engine: EnginePath, rng: np.random.Generator) -> int:
 def measure_start(model: str, num_threads: int) -> float:
     """Return the seconds from the start of an interpreter to an engine that can take requests."""
     code = (
-        "import sys; from engine.config import EngineConfig; from engine.core import EngineCore; "
+        "import sys; from ringserve.engine.config import EngineConfig; "
+        "from ringserve.engine.core.core import EngineCore; "
         "EngineCore(EngineConfig(model=sys.argv[1], num_threads=int(sys.argv[2])))"
     )
     started = time.monotonic()

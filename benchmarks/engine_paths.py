@@ -17,15 +17,15 @@ from rich import box
 from rich.table import Table
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from engine.config import Device, EngineConfig
-from engine.default_model import default_model_directory
-from engine.make import make_engine
-from engine.step_costs import StepCosts
-from shm_transport import segment
-from shm_transport.config import RingConfig
-from shm_transport.messages import AddRequest
-from shm_transport.step import Step
-from shm_transport.step_ring import StepReader, StepWriter
+from ringserve.engine.config import Device, EngineConfig
+from ringserve.engine.core.make import make_engine
+from ringserve.engine.schedule.step_costs import StepCosts
+from ringserve.engine.weights.default_model import default_model_directory
+from ringserve.shm_transport import segment
+from ringserve.shm_transport.config import RingConfig
+from ringserve.shm_transport.messages import AddRequest
+from ringserve.shm_transport.step import Step
+from ringserve.shm_transport.step_ring import StepReader, StepWriter
 
 SIZES = (1, 8, 32)  # requests at once
 NUM_STEPS = 6  # of a round
@@ -88,7 +88,7 @@ def decode_table(medians: Medians, baseline: str) -> Table:
 
 
 class EnginePath:
-    """The engine stepped as engine/loop.py does it, publishing into a real ring that is emptied between the steps."""
+    """The engine stepped as engine/loop/loop.py does, publishing into a real ring that is emptied between the steps."""
 
     def __init__(self, model: str, num_threads: int, *, device: Device = "cpu", **settings: Any) -> None:
         config = EngineConfig(

@@ -23,7 +23,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from benchmarks.load_client import END
-from shm_transport import process
+from ringserve.shm_transport import process
 
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _DOORBELL_TIMEOUT_S = 10

@@ -31,9 +31,9 @@ import torch
 
 from benchmarks import report
 from benchmarks.report import Target
-from engine.config import Device
-from engine.interface import Engine
-from shm_transport.messages import AddRequest
+from ringserve.engine.config import Device
+from ringserve.engine.interface import Engine
+from ringserve.shm_transport.messages import AddRequest
 
 NUM_THREADS = 8
 DECODE_SIZES, NUM_STEPS, PROMPT_TOKENS = (1, 8, 32), 32, 128
@@ -102,8 +102,8 @@ def measure_bandwidth() -> float:
 
 def check_attention(device: torch.device) -> list[dict[str, Any]]:
     """Return each back end's error, in tolerances, for several layers, dtypes, options and block sizes."""
-    from engine.attention.choose import candidates, options_to_check, relative_error
-    from engine.kv_cache import LayerShape
+    from ringserve.engine.attention.choose import candidates, options_to_check, relative_error
+    from ringserve.engine.attention.kv_cache import LayerShape
 
     rows = []
     for block_size, layers in ((32, LAYERS), (256, LAYERS[:2])):
@@ -125,11 +125,11 @@ def check_attention(device: torch.device) -> list[dict[str, Any]]:
 @torch.inference_mode()
 def time_attention(device: torch.device, bandwidth: float) -> list[dict[str, Any]]:
     """Return how fast each back end reads the cache for decodes, of the memory's bandwidth; 32 heads, 8 kv heads."""
-    from engine.attention.choose import REFERENCE, candidates
-    from engine.attention.kernels import Options
-    from engine.batch import Batch
-    from engine.kv_cache import KVCache, LayerShape
-    from engine.model_inputs import upload
+    from ringserve.engine.attention.choose import REFERENCE, candidates
+    from ringserve.engine.attention.kernels import Options
+    from ringserve.engine.attention.kv_cache import KVCache, LayerShape
+    from ringserve.engine.attention.model_inputs import upload
+    from ringserve.engine.schedule.batch import Batch
 
     rows = []
     shape = LayerShape(8, 128, 128, torch.bfloat16)
@@ -168,8 +168,8 @@ def check_tokens(model: str, device: Device) -> dict[str, float]:
 
     All should: what is recorded, padded or carried on the device must change nothing but rounding.
     """
-    from engine.config import EngineConfig
-    from engine.make import make_engine
+    from ringserve.engine.config import EngineConfig
+    from ringserve.engine.core.make import make_engine
 
     found = {}
     for overlap in ("off", "on"):
@@ -252,7 +252,18 @@ def measure_engine(model: str, device: Device, *, is_quick: bool) -> dict[str, A
 def measure_server(model: str, scratch: Path) -> dict[str, Any]:
     """Return what a token takes from its publication to the client, us, for one stream of the real server."""
     log = scratch / "steps.log"
-    command = [sys.executable, "-P", "-m", "server.cli", "serve", model, "--port", "0", "--step-log", str(log)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "ringserve.server.cli",
+        "serve",
+        model,
+        "--port",
+        "0",
+        "--step-log",
+        str(log),
+    ]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None

@@ -207,11 +207,11 @@ def measure_masks(tokenizer_json: Path, *, num_rounds: int) -> dict[str, Any]:
     import torch
     from tokenizers import Tokenizer
 
-    from engine.grammar import GrammarCompiler
-    from engine.grammar_mask import apply_grammars_
-    from engine.request import Request
-    from engine.sampler import sample
-    from shm_transport.messages import AddRequest
+    from ringserve.engine.sampling.grammar import GrammarCompiler
+    from ringserve.engine.sampling.grammar_mask import apply_grammars_
+    from ringserve.engine.sampling.sampler import sample
+    from ringserve.engine.schedule.request import Request
+    from ringserve.shm_transport.messages import AddRequest
 
     def request(handle: int) -> Request:
         return Request(AddRequest(handle=handle, prompt_token_ids=np.ones(1, np.int32), max_tokens=99), queued_ns=0)
@@ -243,7 +243,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=LIBRARIES, help=argparse.SUPPRESS)
     options = report.parse_arguments(parser, "grammar")
-    from server.model_path import resolve
+    from ringserve.server.settings.model_path import resolve
 
     tokenizer_json = resolve(None) / "tokenizer.json"
     num_schemas = 40 if options.quick else 200

@@ -20,10 +20,10 @@ from rich.progress import track
 from benchmarks import report
 from benchmarks.report import Target
 from benchmarks.transport_paths import RINGS, Cell, make_step
-from shm_transport import process, segment
-from shm_transport.segment import Segment
-from shm_transport.step_ring import StepReader, StepRecord, StepWriter
-from shm_transport.strategies import make_waiter
+from ringserve.shm_transport import process, segment
+from ringserve.shm_transport.segment import Segment
+from ringserve.shm_transport.step_ring import StepReader, StepRecord, StepWriter
+from ringserve.shm_transport.strategies import make_waiter
 
 STEP_S = 0.004
 NUM_ROWS = 32

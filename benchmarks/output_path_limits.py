@@ -15,7 +15,7 @@ from benchmarks import report
 from benchmarks.load_client import Load, LoadClient
 from benchmarks.processes import SyntheticServer, peak_rss_bytes, rss_bytes
 from benchmarks.report import Target
-from server import model_path
+from ringserve.server.settings import model_path
 
 ENDLESS = 50_000_000  # tokens: more than any run generates
 _STALL_SETTLE_S = 4.0  # until every buffer between the server and a client that does not read is full

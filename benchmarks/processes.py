@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shm_transport import process
+from ringserve.shm_transport import process
 
 _ADDRESS = re.compile(r"http://[\d.]+:(\d+)")
 _CPUCLOCK_SCHED = 2  # of <linux/posix-timers.h>: all threads, those that have ended too
@@ -121,7 +121,9 @@ class SyntheticServer(Listening):
         module: Which command line: the server's own, or one that wraps it.
     """
 
-    def __init__(self, folder: Path, *flags: str, is_lockstep: bool = False, module: str = "server.cli") -> None:
+    def __init__(
+        self, folder: Path, *flags: str, is_lockstep: bool = False, module: str = "ringserve.server.cli"
+    ) -> None:
         own = Path(tempfile.mkdtemp(dir=folder))
         self.steps = StepLog(own / "steps")
         self.counter = own / "counter" if is_lockstep else None

@@ -50,9 +50,9 @@ from benchmarks.transport_paths import (
     make_step,
 )
 from benchmarks.transport_plot import plot
-from shm_transport import segment
-from shm_transport.ring import wait
-from shm_transport.strategies import STRATEGIES
+from ringserve.shm_transport import segment
+from ringserve.shm_transport.ring import wait
+from ringserve.shm_transport.strategies import STRATEGIES
 
 ZMQ = "zmq (vLLM)"
 PATHS = ("ring block", "ring adaptive", "ring spin", ZMQ, "zmq tuned", "ring eventfd", "mp.Queue")

@@ -18,13 +18,13 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from shm_transport.config import RingConfig
-from shm_transport.records import RecordKind
-from shm_transport.ring import HEADER
-from shm_transport.segment import Segment
-from shm_transport.step import LogprobColumns, Step
-from shm_transport.step_ring import StepReader, StepRecord, StepWriter
-from shm_transport.strategies import make_waiter
+from ringserve.shm_transport.config import RingConfig
+from ringserve.shm_transport.records import RecordKind
+from ringserve.shm_transport.ring import HEADER
+from ringserve.shm_transport.segment import Segment
+from ringserve.shm_transport.step import LogprobColumns, Step
+from ringserve.shm_transport.step_ring import StepReader, StepRecord, StepWriter
+from ringserve.shm_transport.strategies import make_waiter
 
 RINGS = RingConfig()
 

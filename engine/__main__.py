@@ -1,4 +1,4 @@
-"""The engine process: `python -P -m engine CONFIG`, started by the server. CONFIG is one JSON object.
+"""The engine process: `python -P -m ringserve.engine CONFIG`, started by the server. CONFIG is one JSON object.
 
 It attaches to the rings and says so before it imports torch, then loads, then runs the loop. It ends when the server
 says `shutdown` or dies; SIGINT, SIGTERM and SIGHUP are the server's business, which drains first.
@@ -12,20 +12,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine import loop
-from engine.interface import Engine
-from engine.link import EngineLink
-from engine.step_log import StepLog
-from shm_transport import process
-from shm_transport.errors import PeerDiedError, SegmentError
-from shm_transport.log_format import configure_logging
+from ringserve.engine.interface import Engine
+from ringserve.engine.loop import loop
+from ringserve.engine.loop.link import EngineLink
+from ringserve.engine.loop.step_log import StepLog
+from ringserve.shm_transport import process
+from ringserve.shm_transport.errors import PeerDiedError, SegmentError
+from ringserve.shm_transport.log_format import configure_logging
 
-logger = logging.getLogger("engine")
+logger = logging.getLogger("ringserve.engine")
 
 
 def main() -> int:
     """Run the engine; return the process's exit status."""
-    parser = argparse.ArgumentParser(prog="python -P -m engine", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -P -m ringserve.engine", description=__doc__)
     parts = '{"link": {...}, "model": {...} or "synthetic": {...}, "step_log": PATH, "log_format": FORM}'
     parser.add_argument("config", help=f"JSON: {parts}")
     config = json.loads(parser.parse_args().config)
@@ -55,11 +55,11 @@ def main() -> int:
 
 def _load(config: dict[str, Any]) -> Engine:
     if "synthetic" in config:
-        from engine.synthetic import SyntheticConfig, SyntheticEngine
+        from ringserve.engine.synthetic import SyntheticConfig, SyntheticEngine
 
         return SyntheticEngine(SyntheticConfig(**config["synthetic"]))
-    from engine.config import EngineConfig
-    from engine.make import make_engine  # torch comes with this import: after ATTACHED
+    from ringserve.engine.config import EngineConfig
+    from ringserve.engine.core.make import make_engine  # torch comes with this import: after ATTACHED
 
     return make_engine(EngineConfig(**config["model"]))
 

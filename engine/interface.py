@@ -1,10 +1,10 @@
-"""What the engine loop (engine/loop.py) drives: the real EngineCore and the synthetic engine are both an Engine."""
+"""What the engine loop (loop/loop.py) drives: the real EngineCore and the synthetic engine are both an Engine."""
 
 from collections.abc import Iterable
 from typing import Any, Literal, Protocol
 
-from shm_transport.messages import AddRequest, Data
-from shm_transport.step import Step
+from ringserve.shm_transport.messages import AddRequest, Data
+from ringserve.shm_transport.step import Step
 
 
 class Refusal(str):

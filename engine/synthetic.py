@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.interface import MemoryPart, Refusal, RequestFailedError
-from shm_transport.messages import AddRequest, Data
-from shm_transport.records import DataContent, FinishReason, Pooling
-from shm_transport.step import FirstRowColumns, LogprobColumns, Step
+from ringserve.engine.interface import MemoryPart, Refusal, RequestFailedError
+from ringserve.shm_transport.messages import AddRequest, Data
+from ringserve.shm_transport.records import DataContent, FinishReason, Pooling
+from ringserve.shm_transport.step import FirstRowColumns, LogprobColumns, Step
 
 _TEXT = Path(__file__).with_name("synthetic_text.txt")
 _LOCKSTEP_POLL_S = 20e-6

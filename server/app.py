@@ -18,22 +18,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from server import control_routes, embeddings, model_routes, openai_routes, responses_routes, tokenize_routes
-from server.endpoint import Endpoint
-from server.errors import MethodNotAllowedError, NotFoundError, RequestError, ServerError, ShuttingDownError
-from server.json_response import JsonResponse, error_response
-from server.metrics_export import MetricsCollector, metrics
-from server.metrics_process import ProcessClock
-from server.openapi import make_document
-from server.rehearsal import rehearsals
-from server.request_id import echoed_header
-from server.serving import Serving
+from ringserve.server.api import control_routes, embeddings, model_routes, openai_routes, tokenize_routes
+from ringserve.server.api.metrics_export import MetricsCollector, metrics
+from ringserve.server.api.openapi import make_document
+from ringserve.server.api.responses import routes as responses_routes
+from ringserve.server.api.serving import Serving
+from ringserve.server.errors import MethodNotAllowedError, NotFoundError, RequestError, ServerError, ShuttingDownError
+from ringserve.server.http.endpoint import Endpoint
+from ringserve.server.http.json_response import JsonResponse, error_response
+from ringserve.server.http.request_id import echoed_header
+from ringserve.server.rehearsal import rehearsals
+from ringserve.server.telemetry.process_clock import ProcessClock
 
 logger = logging.getLogger(__name__)
 
 # New objects, and younger collections, before the next one of each age. Neither tokens nor requests make cyclic garbage
-# (tests/server/test_garbage.py). Small steps: a collection in a burst of requests costs each of them more CPU so, and
-# holds the loop for far less at once.
+# (tests/server/generation/test_garbage.py). Small steps: a collection in a burst of requests costs each of them more
+# CPU so, and holds the loop for far less at once.
 _GC_THRESHOLDS = (5_000, 4, 50)
 # How long a thread that renders or tokenizes keeps the GIL from the loop, which has to get it several times for each
 # request: with four bodies of 15 MB the longest gap of /health is 50 ms, at Python's own 5 ms it is 130.

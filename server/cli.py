@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from server import config_file
-from server.bench.config import BenchConfig
-from server.config import ServeConfig
-from server.errors import StartupError
-from shm_transport import log_format
+from ringserve.server.errors import StartupError
+from ringserve.server.load.config import BenchConfig
+from ringserve.server.settings import config_file
+from ringserve.server.settings.config import ServeConfig
+from ringserve.shm_transport import log_format
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def _serve(options: argparse.Namespace) -> int:
     file = options.config or os.environ.get("RINGSERVE_CONFIG")
     settings = (config_file.of_file(file) if file else {}) | config_file.of_environment(os.environ) | given
     config = ServeConfig(**settings)
-    from server import launcher  # after the flags are checked: --help and errors need none of it
+    from ringserve.server import launcher  # after the flags are checked: --help and errors need none of it
 
     log_format.configure_logging(config.log_format, "server")
     for name in config_file.unknown_variables(os.environ):
@@ -60,7 +60,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     config = BenchConfig(**_given(options, BenchConfig))
-    from server.bench import command  # aiohttp takes as long to import as the server
+    from ringserve.server.load import command  # aiohttp takes as long to import as the server
 
     return command.bench(config)
 
@@ -82,7 +82,7 @@ def _listed(value: Any) -> Any:
 
 
 def _pull(_: argparse.Namespace) -> int:
-    from server.model_path import pull_default_model
+    from ringserve.server.settings.model_path import pull_default_model
 
     print(pull_default_model())
     return 0

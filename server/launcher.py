@@ -21,27 +21,27 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from uvicorn.server import HANDLED_SIGNALS
 
-from server.api_keys import guarded, read_keys
-from server.app import build_app
-from server.async_llm import AsyncLLM
-from server.chat_settings import ChatSettings
-from server.config import ServeConfig
-from server.connection_sweep import ConnectionLimits, ConnectionSweep
-from server.cors import Cors, CorsPolicy
-from server.errors import ShuttingDownError, StartupError
-from server.http_protocol import RingserveProtocol
-from server.kept_memory import KeptMemory, trim_memory
-from server.listener import accept, allow_connections, bound, listen, tls_context, url_of
-from server.request_body import BodyReader
-from server.request_log import RequestLog
-from server.response_store import ResponseStore
-from server.serving import Serving
-from server.throughput_log import ThroughputLog
-from server.trace_headers import TraceHeadersLayer
-from server.turns import Turns
+from ringserve.server.api.chat_settings import ChatSettings
+from ringserve.server.api.response_store import ResponseStore
+from ringserve.server.api.serving import Serving
+from ringserve.server.app import build_app
+from ringserve.server.errors import ShuttingDownError, StartupError
+from ringserve.server.generation.async_llm import AsyncLLM
+from ringserve.server.http.api_keys import guarded, read_keys
+from ringserve.server.http.connection_sweep import ConnectionLimits, ConnectionSweep
+from ringserve.server.http.cors import Cors, CorsPolicy
+from ringserve.server.http.listener import accept, allow_connections, bound, listen, tls_context, url_of
+from ringserve.server.http.protocol import RingserveProtocol
+from ringserve.server.http.request_body import BodyReader
+from ringserve.server.http.turns import Turns
+from ringserve.server.kept_memory import KeptMemory, trim_memory
+from ringserve.server.settings.config import ServeConfig
+from ringserve.server.telemetry.request_log import RequestLog
+from ringserve.server.telemetry.throughput_log import ThroughputLog
+from ringserve.server.telemetry.trace_headers import TraceHeadersLayer
 
 if TYPE_CHECKING:
-    from server.tracing import Tracer
+    from ringserve.server.telemetry.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ def _tracing(config: ServeConfig) -> "Iterator[Tracer | None]":
         yield None
         return
     try:
-        from server.tracing import Tracer
+        from ringserve.server.telemetry.tracing import Tracer
     except ImportError as exc:
         raise StartupError(
             f"--otlp-traces-endpoint needs OpenTelemetry, which is not installed ({exc}): pip install 'ringserve[otel]'"

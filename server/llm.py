@@ -16,17 +16,17 @@ import msgspec
 import uvloop
 from tqdm import tqdm
 
-from server.async_llm import AsyncLLM
-from server.chat_request import ChatCompletionRequest
-from server.chat_settings import ChatSettings
-from server.config import ServeConfig
-from server.errors import EngineDeadError, EngineGenerateError, RequestError, shown
-from server.input_processor import EncodeRequest, GenerateRequest, ProcessedRequest
-from server.outputs import EmbeddingOutput, OutputKind, RequestOutput
-from server.param_types import check_types
-from server.sampling_params import SamplingParams
-from server.workers import run_all
-from shm_transport.records import Pooling
+from ringserve.server.api.chat_request import ChatCompletionRequest
+from ringserve.server.api.chat_settings import ChatSettings
+from ringserve.server.errors import EngineDeadError, EngineGenerateError, RequestError, shown
+from ringserve.server.generation.async_llm import AsyncLLM
+from ringserve.server.generation.input_processor import EncodeRequest, GenerateRequest, ProcessedRequest
+from ringserve.server.generation.outputs import EmbeddingOutput, OutputKind, RequestOutput
+from ringserve.server.generation.param_types import check_types
+from ringserve.server.generation.sampling_params import SamplingParams
+from ringserve.server.settings.config import ServeConfig
+from ringserve.server.workers import run_all
+from ringserve.shm_transport.records import Pooling
 
 _ANY_NUMBER = 2**62
 

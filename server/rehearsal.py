@@ -11,19 +11,19 @@ import socket
 import time
 from collections.abc import AsyncIterator
 
-from server.async_llm import AsyncLLM
-from server.chunks import CompletionChunks, StreamIdentity
-from server.collector import RequestOutputCollector
-from server.hop_clock import HopClock
-from server.input_processor import ProcessedRequest
-from server.metrics import Metrics
-from server.output_processor import OutputProcessor, RequestState
-from server.outputs import CompletionOutput, OutputKind
-from server.sampling_params import SamplingParams
-from server.sink import DeltaWriter
-from server.tokenizer import Tokenizer
-from shm_transport.ring import HEADER, RecordHeader
-from shm_transport.step_ring import StepRecord
+from ringserve.server.api.render.chunks import CompletionChunks, StreamIdentity
+from ringserve.server.generation.async_llm import AsyncLLM
+from ringserve.server.generation.collector import RequestOutputCollector
+from ringserve.server.generation.input_processor import ProcessedRequest
+from ringserve.server.generation.output_processor import OutputProcessor, RequestState
+from ringserve.server.generation.outputs import CompletionOutput, OutputKind
+from ringserve.server.generation.sampling_params import SamplingParams
+from ringserve.server.http.sink import DeltaWriter
+from ringserve.server.telemetry.hop_clock import HopClock
+from ringserve.server.telemetry.metrics import Metrics
+from ringserve.server.text.tokenizer import Tokenizer
+from ringserve.shm_transport.ring import HEADER, RecordHeader
+from ringserve.shm_transport.step_ring import StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Rehearsal:
 
 
 class _Stream:
-    """The OutputWriter (server/collector.py) of rehearsals."""
+    """The OutputWriter (server/generation/collector.py) of rehearsals."""
 
     def __init__(self, transport: asyncio.WriteTransport) -> None:
         self._transport = transport

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from shm_transport.errors import RecordTooLargeError
-from shm_transport.layout import step_columns
-from shm_transport.records import CACHE_LINE_BYTES, MAX_LOGPROBS, RECORD_HEADER, SEGMENT_HEADER
+from ringserve.shm_transport.errors import RecordTooLargeError
+from ringserve.shm_transport.layout import step_columns
+from ringserve.shm_transport.records import CACHE_LINE_BYTES, MAX_LOGPROBS, RECORD_HEADER, SEGMENT_HEADER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

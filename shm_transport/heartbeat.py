@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shm_transport.records import SEGMENT_HEADER
-from shm_transport.segment import Segment
+from ringserve.shm_transport.records import SEGMENT_HEADER
+from ringserve.shm_transport.segment import Segment
 
 _PERIOD_S = 0.25
 ALIVE_LIMIT_S = 1.5

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shm_transport.records import (
+from ringserve.shm_transport.records import (
     CACHE_LINE_BYTES,
     RECORD_HEADER,
     STEP_LOGPROB_COLUMNS,

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shm_transport.errors import RecordError
-from shm_transport.layout import struct_of
-from shm_transport.records import ADD_FIELDS, DATA_FIELDS, DataContent, Pooling
+from ringserve.shm_transport.errors import RecordError
+from ringserve.shm_transport.layout import struct_of
+from ringserve.shm_transport.records import ADD_FIELDS, DATA_FIELDS, DataContent, Pooling
 
 _ADD = struct_of(ADD_FIELDS)
 _DATA = struct_of(DATA_FIELDS)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shm_transport.errors import RecordError
-from shm_transport.messages import AddRequest
-from shm_transport.records import RecordFlag, RecordKind, RingKind
-from shm_transport.ring import HEADER, HEADER_BYTES, Consumer, Producer
-from shm_transport.segment import Segment
+from ringserve.shm_transport.errors import RecordError
+from ringserve.shm_transport.messages import AddRequest
+from ringserve.shm_transport.records import RecordFlag, RecordKind, RingKind
+from ringserve.shm_transport.ring import HEADER, HEADER_BYTES, Consumer, Producer
+from ringserve.shm_transport.segment import Segment
 
 _MORE = int(RecordFlag.MORE)
 _CALL_ID = struct.Struct("<Q")

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import posix_ipc
 
-from shm_transport.errors import SequenceError
-from shm_transport.layout import struct_of
-from shm_transport.records import RECORD_HEADER
-from shm_transport.segment import Segment
+from ringserve.shm_transport.errors import SequenceError
+from ringserve.shm_transport.layout import struct_of
+from ringserve.shm_transport.records import RECORD_HEADER
+from ringserve.shm_transport.segment import Segment
 
 HEADER = struct_of(RECORD_HEADER)
 HEADER_BYTES = RECORD_HEADER.itemsize

@@ -15,11 +15,16 @@ from pathlib import Path
 
 import posix_ipc
 
-from shm_transport import process
-from shm_transport.config import RingConfig
-from shm_transport.errors import SegmentError, SegmentMismatchError, SegmentMissingError, SharedMemoryFullError
-from shm_transport.layout import step_columns, struct_of
-from shm_transport.records import LAYOUT_VERSION, MAGIC, RECORD_HEADER, SEGMENT_HEADER, RingKind
+from ringserve.shm_transport import process
+from ringserve.shm_transport.config import RingConfig
+from ringserve.shm_transport.errors import (
+    SegmentError,
+    SegmentMismatchError,
+    SegmentMissingError,
+    SharedMemoryFullError,
+)
+from ringserve.shm_transport.layout import step_columns, struct_of
+from ringserve.shm_transport.records import LAYOUT_VERSION, MAGIC, RECORD_HEADER, SEGMENT_HEADER, RingKind
 
 _HEADER = struct_of(SEGMENT_HEADER)
 _SHM_DIRECTORY = Path("/dev/shm")

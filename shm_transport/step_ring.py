@@ -11,12 +11,12 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from shm_transport.errors import RecordError, RecordTooLargeError
-from shm_transport.layout import column_views, step_columns
-from shm_transport.records import RecordFlag, RecordKind, RingKind
-from shm_transport.ring import HEADER, HEADER_BYTES, Consumer, Producer, RecordHeader
-from shm_transport.segment import Segment
-from shm_transport.step import FirstRowColumns, LogprobColumns, Step
+from ringserve.shm_transport.errors import RecordError, RecordTooLargeError
+from ringserve.shm_transport.layout import column_views, step_columns
+from ringserve.shm_transport.records import RecordFlag, RecordKind, RingKind
+from ringserve.shm_transport.ring import HEADER, HEADER_BYTES, Consumer, Producer, RecordHeader
+from ringserve.shm_transport.segment import Segment
+from ringserve.shm_transport.step import FirstRowColumns, LogprobColumns, Step
 
 _MORE = int(RecordFlag.MORE)
 _ANY_FINISHED = int(RecordFlag.ANY_FINISHED)

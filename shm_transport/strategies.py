@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shm_transport.ring import Consumer
-from shm_transport.step_clock import StepClock, Window
-from shm_transport.waiter import BlockWaiter
+from ringserve.shm_transport.ring import Consumer
+from ringserve.shm_transport.step_clock import StepClock, Window
+from ringserve.shm_transport.waiter import BlockWaiter
 
 STRATEGIES = ("block", "adaptive", "spin")
 

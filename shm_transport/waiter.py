@@ -11,7 +11,7 @@ import threading
 
 import posix_ipc
 
-from shm_transport.ring import Consumer
+from ringserve.shm_transport.ring import Consumer
 
 _TICK_S = 1.0
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shm_transport import segment
-from shm_transport.config import RingConfig
-from shm_transport.segment import Segment
+from ringserve.shm_transport import segment
+from ringserve.shm_transport.config import RingConfig
+from ringserve.shm_transport.segment import Segment
 
 SMALL = RingConfig(
     num_step_slots=4, max_rows=8, max_tokens=16, max_logprob_entries=64, num_request_slots=4, request_slot_bytes=256

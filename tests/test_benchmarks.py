@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from shm_transport import process
+from ringserve.shm_transport import process
 
 _MAKES_A_SERVER = """
 import sys, time

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import setuptools
 import yaml
 
-from server import cli
-from server.app import ENDPOINTS
-from server.config import ServeConfig
-from server.launcher import _GRACE_S
-from shm_transport.config import RingConfig
+from ringserve.server import cli
+from ringserve.server.app import ENDPOINTS
+from ringserve.server.launcher import _GRACE_S
+from ringserve.server.settings.config import ServeConfig
+from ringserve.shm_transport.config import RingConfig
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -101,7 +102,7 @@ def test_the_image_is_made_of_files_that_exist_and_reach_the_builder() -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     copies = [text.split() for name, text in dockerfile() if name == "COPY" and "--from" not in text]
     copied = [path for *paths, _ in copies for path in paths]
-    assert {"server", "engine", "shm_transport", "pyproject.toml"} <= set(copied)
+    assert {"ringserve", "server", "engine", "shm_transport", "pyproject.toml"} <= set(copied)
     assert "*" in ignored
     for path in copied:
         assert (ROOT / path).exists()
@@ -111,16 +112,12 @@ def test_the_image_is_made_of_files_that_exist_and_reach_the_builder() -> None:
 
 def test_an_installed_ringserve_has_every_package_and_the_files_between() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    listed = set(settings["packages"])
-    found = {
-        ".".join(init.parent.relative_to(ROOT).parts)
-        for top in ("server", "engine", "shm_transport") for init in (ROOT / top).rglob("__init__.py")
-    }  # fmt: skip
-    with_code = {
-        ".".join(file.parent.relative_to(ROOT).parts)
+    listed = set(setuptools.find_packages(str(ROOT), include=settings["packages"]["find"]["include"]))
+    with_code = {"ringserve"} | {
+        ".".join(("ringserve", *file.parent.relative_to(ROOT).parts))
         for top in ("server", "engine", "shm_transport") for file in (ROOT / top).rglob("*.py")
     }  # fmt: skip
-    assert listed == found == with_code
+    assert listed == with_code
     for package in listed:
         patterns = settings["package-data"].get(package, [])
         for file in (ROOT / package.replace(".", "/")).iterdir():

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.attention.kernels import Options
+from ringserve.engine.attention.kernels import Options
 
 
 class Attention(Protocol):

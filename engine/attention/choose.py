@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.base import Attention
-from engine.attention.kernels import Options
-from engine.attention.step import StepAttention
-from engine.attention.varlen import BLOCK_MULTIPLE, VarlenAttention, is_paged
-from engine.batch import Batch, ChunkSpan, pad_tables
-from engine.kv_cache import KVCache, LayerShape
-from engine.model_inputs import PagedInputs, upload
+from ringserve.engine.attention.base import Attention
+from ringserve.engine.attention.kernels import Options
+from ringserve.engine.attention.kv_cache import KVCache, LayerShape
+from ringserve.engine.attention.model_inputs import PagedInputs, upload
+from ringserve.engine.attention.step import StepAttention
+from ringserve.engine.attention.varlen import BLOCK_MULTIPLE, VarlenAttention, is_paged
+from ringserve.engine.schedule.batch import Batch, ChunkSpan, pad_tables
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def candidates(block_size: int) -> Iterator[Backend]:
     if block_size % BLOCK_MULTIPLE == 0 and is_paged():
         yield Backend("torch's varlen_attn", VarlenAttention, is_recordable=True)
     if importlib.util.find_spec("triton") is not None:
-        from engine.attention.triton_paged import TritonAttention
+        from ringserve.engine.attention.triton_paged import TritonAttention
 
         yield Backend("Triton", TritonAttention, is_recordable=True)
 

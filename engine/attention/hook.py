@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engine.attention.base import Attention
-from engine.attention.kernels import Options
+from ringserve.engine.attention.base import Attention
+from ringserve.engine.attention.kernels import Options
 
 ATTENTION_NAME = "ringserve"
 

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.kernels import Options, attend, causal_bias, hide
-from engine.batch import Batch, ChunkSpan
-from engine.kv_cache import KVCache, LayerShape, begun_blocks
+from ringserve.engine.attention.kernels import Options, attend, causal_bias, hide
+from ringserve.engine.attention.kv_cache import KVCache, LayerShape, begun_blocks
+from ringserve.engine.schedule.batch import Batch, ChunkSpan
 
 # Rows of a chunk that attend at once. No row looks at keys behind the last of them, so half of the work falls away.
 _CHUNK_ROWS = 128

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.kernels import Options, attend, causal_bias
-from engine.batch import Batch
-from engine.kv_cache import KVCache, begun_blocks
+from ringserve.engine.attention.kernels import Options, attend, causal_bias
+from ringserve.engine.attention.kv_cache import KVCache, begun_blocks
+from ringserve.engine.schedule.batch import Batch
 
 
 class _Tile(NamedTuple):

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.attention.kernels import Options
-from engine.kv_cache import KVCache
-from engine.model_inputs import PagedInputs, send
+from ringserve.engine.attention.kernels import Options
+from ringserve.engine.attention.kv_cache import KVCache
+from ringserve.engine.attention.model_inputs import PagedInputs, send
 
 _MIN_SIDE = 16  # of a matrix that tl.dot takes
 _TILE_ROWS = 64  # queries times heads of one kv head in a tile of a chunk

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.base import Attention
-from engine.attention.kernels import Options
-from engine.attention.step import StepAttention
-from engine.kv_cache import KVCache
-from engine.model_inputs import PagedInputs
+from ringserve.engine.attention.base import Attention
+from ringserve.engine.attention.kernels import Options
+from ringserve.engine.attention.kv_cache import KVCache
+from ringserve.engine.attention.model_inputs import PagedInputs
+from ringserve.engine.attention.step import StepAttention
 
 BLOCK_MULTIPLE = 256  # tokens
 _EVERYTHING = (-1, -1)  # as a window: what a single query at the end sees; (-1, 0) would leave the decode's fast path

@@ -10,18 +10,18 @@ from functools import partial
 
 import torch
 
-from engine.adapters import Adapters, load_adapter
-from engine.check_cache import load_or_make
-from engine.checkpoint import Checkpoint, checkpoint_dtype, read_config, weight_files
-from engine.config import EngineConfig
-from engine.errors import UnsupportedModelError
-from engine.linear import LinearFactory
-from engine.runner.base import Runner
-from engine.runner.fused import FusedModel
-from engine.runner.llama_config import LlamaConfig, UnsuitedError, parse_llama_config
-from engine.runner.paged import PagedRunner
-from engine.runner.placement import choose_device, choose_max_model_len
-from engine.self_check import BLOCK_SIZE, NUM_BLOCKS, NUM_CHECKED, check, check_sequences
+from ringserve.engine.config import EngineConfig
+from ringserve.engine.errors import UnsupportedModelError
+from ringserve.engine.runner.base import Runner
+from ringserve.engine.runner.check_cache import load_or_make
+from ringserve.engine.runner.fused import FusedModel
+from ringserve.engine.runner.llama_config import LlamaConfig, UnsuitedError, parse_llama_config
+from ringserve.engine.runner.paged import PagedRunner
+from ringserve.engine.runner.placement import choose_device, choose_max_model_len
+from ringserve.engine.runner.self_check import BLOCK_SIZE, NUM_BLOCKS, NUM_CHECKED, check, check_sequences
+from ringserve.engine.weights.adapters import Adapters, load_adapter
+from ringserve.engine.weights.checkpoint import Checkpoint, checkpoint_dtype, read_config, weight_files
+from ringserve.engine.weights.linear import LinearFactory
 
 __all__ = ["Runner", "make_runner"]
 
@@ -104,8 +104,12 @@ def _load_adapters(config: EngineConfig, dtype: torch.dtype, device: torch.devic
 
 
 def _make_hf(config: EngineConfig, device: torch.device) -> PagedRunner:
-    from engine.model_loader import context_limits, load_config, load_model  # transformers comes with these
-    from engine.runner.hf import HfModel
+    from ringserve.engine.runner.hf import HfModel
+    from ringserve.engine.runner.model_loader import (  # transformers comes with these
+        context_limits,
+        load_config,
+        load_model,
+    )
 
     model_config = load_config(config.model)
     limits = context_limits(model_config.get_text_config())
@@ -145,8 +149,8 @@ def _check(runner: PagedRunner, config: EngineConfig, sequences: list[list[int]]
 
 def _plain_logits(config: EngineConfig, sequences: list[list[int]]) -> torch.Tensor:
     """Run transformers' own model once, on the CPU: on any other device it might meet the engine's memory."""
-    from engine.model_loader import load_config, load_model
-    from engine.runner.hf import plain_logits
+    from ringserve.engine.runner.hf import plain_logits
+    from ringserve.engine.runner.model_loader import load_config, load_model
 
     model = load_model(config, load_config(config.model), torch.device("cpu"))
     return torch.stack([plain_logits(model, tokens)[-NUM_CHECKED:] for tokens in sequences])

@@ -6,9 +6,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.adapters import Adapters
-from engine.batch import Batch
-from engine.interface import MemoryPart
+from ringserve.engine.interface import MemoryPart
+from ringserve.engine.schedule.batch import Batch
+from ringserve.engine.weights.adapters import Adapters
 
 
 class Runner(Protocol):

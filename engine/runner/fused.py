@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name it has everywhere
 from torch import Tensor
 
-from engine.adapters import Adapters, Piece
-from engine.attention.base import Attention
-from engine.attention.kernels import Options
-from engine.checkpoint import Checkpoint
-from engine.kv_cache import LayerShape
-from engine.linear import Linear, LinearFactory
-from engine.model_inputs import ModelInputs
-from engine.runner.llama_config import LlamaConfig
+from ringserve.engine.attention.base import Attention
+from ringserve.engine.attention.kernels import Options
+from ringserve.engine.attention.kv_cache import LayerShape
+from ringserve.engine.attention.model_inputs import ModelInputs
+from ringserve.engine.runner.llama_config import LlamaConfig
+from ringserve.engine.weights.adapters import Adapters, Piece
+from ringserve.engine.weights.checkpoint import Checkpoint
+from ringserve.engine.weights.linear import Linear, LinearFactory
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.adapters import Adapters, Piece
-from engine.attention.base import Attention
-from engine.attention.hook import step_attention
-from engine.attention.kernels import Options
-from engine.attention.step import StepAttention
-from engine.batch import Batch, ChunkSpan
-from engine.errors import UnsupportedModelError
-from engine.kv_cache import LayerShape
-from engine.linear import Linear, LinearFactory
-from engine.model_inputs import ModelInputs
-from engine.model_loader import architecture
+from ringserve.engine.attention.base import Attention
+from ringserve.engine.attention.hook import step_attention
+from ringserve.engine.attention.kernels import Options
+from ringserve.engine.attention.kv_cache import LayerShape
+from ringserve.engine.attention.model_inputs import ModelInputs
+from ringserve.engine.attention.step import StepAttention
+from ringserve.engine.errors import UnsupportedModelError
+from ringserve.engine.runner.model_loader import architecture
+from ringserve.engine.schedule.batch import Batch, ChunkSpan
+from ringserve.engine.weights.adapters import Adapters, Piece
+from ringserve.engine.weights.linear import Linear, LinearFactory
 
 _PROBE_TOKENS = 4
 _REMEDY = "serve a decoder whose every layer uses it, such as Llama, Qwen, Mistral, Gemma, Phi or GPT-2"

@@ -6,18 +6,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.adapters import Adapters
-from engine.attention.base import Attention
-from engine.attention.choose import Backend, choose_backend
-from engine.attention.step import StepAttention
-from engine.attention.tiled import TiledAttention
-from engine.batch import Batch
-from engine.config import EngineConfig
-from engine.graphs import DecodeGraphs, try_record
-from engine.interface import MemoryPart
-from engine.kv_cache import KVCache, LayerShape, choose_num_blocks
-from engine.model_inputs import ModelInputs, PagedInputs, upload
-from engine.released_memory import give_memory_back
+from ringserve.engine.attention.base import Attention
+from ringserve.engine.attention.choose import Backend, choose_backend
+from ringserve.engine.attention.kv_cache import KVCache, LayerShape, choose_num_blocks
+from ringserve.engine.attention.model_inputs import ModelInputs, PagedInputs, upload
+from ringserve.engine.attention.step import StepAttention
+from ringserve.engine.attention.tiled import TiledAttention
+from ringserve.engine.config import EngineConfig
+from ringserve.engine.interface import MemoryPart
+from ringserve.engine.runner.graphs import DecodeGraphs, try_record
+from ringserve.engine.runner.released_memory import give_memory_back
+from ringserve.engine.schedule.batch import Batch
+from ringserve.engine.weights.adapters import Adapters
 
 
 class Model(Protocol):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.errors import EngineConfigError
+from ringserve.engine.errors import EngineConfigError
 
 
 def choose_device(name: str) -> torch.device:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from server.model_path import resolve
+from ringserve.server.settings.model_path import resolve
 from tests.e2e.conftest import RunningServer
 
 MODEL = "SmolLM2-135M-Instruct"

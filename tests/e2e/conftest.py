@@ -21,11 +21,11 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from engine.default_model import ensure_default_model
-from shm_transport import process
+from ringserve.engine.weights.default_model import ensure_default_model
+from ringserve.shm_transport import process
 
 _URL = re.compile(r"http://[\d.]+:(\d+)/v1")
-CLI = [sys.executable, "-P", "-m", "server.cli"]
+CLI = [sys.executable, "-P", "-m", "ringserve.server.cli"]
 
 
 class RunningServer:

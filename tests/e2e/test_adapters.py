@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from server.model_path import resolve
-from server.tokenizer import Tokenizer
+from ringserve.server.settings.model_path import resolve
+from ringserve.server.text.tokenizer import Tokenizer
 from tests.e2e.conftest import RunningServer
 from tests.engine.conftest import TinyModel
-from tests.engine.test_adapters import make_adapter, merged
+from tests.engine.weights.test_adapters import make_adapter, merged
 
 PROMPT = list(range(1000, 1040))  # longer than a block, so that a prefix could be found
 CONFIG = LlamaConfig(

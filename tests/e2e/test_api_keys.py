@@ -4,7 +4,7 @@ import httpx
 import pytest
 from openai import AuthenticationError, OpenAI
 
-from server.app import ENDPOINTS
+from ringserve.server.app import ENDPOINTS
 from tests.e2e.conftest import RunningServer
 
 KEYS = ("sk-first", "sk-second")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from server.bench import command
-from server.bench.config import BenchConfig
-from server.errors import StartupError
+from ringserve.server.errors import StartupError
+from ringserve.server.load import command
+from ringserve.server.load.config import BenchConfig
 from tests.e2e.conftest import CLI, RunningServer
 
 pytestmark = pytest.mark.slow

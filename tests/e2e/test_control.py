@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from server.model_path import resolve
+from ringserve.server.settings.model_path import resolve
 from tests.e2e.conftest import RunningServer, wait_until
 from tests.e2e.test_adapters import CONFIG, PROMPT, generated_texts
-from tests.engine.test_adapters import make_adapter
+from tests.engine.weights.test_adapters import make_adapter
 
 DEV = "--enable-dev-routes"
 SLOW = ("--engine", "synthetic", "--step-time-ms", "5", DEV)

@@ -5,13 +5,13 @@ import json
 import httpx
 import pytest
 
-from server.config import ServeConfig
-from server.cors import Cors, CorsPolicy
-from server.errors import StartupError
-from server.http_protocol import RingserveProtocol, TransportSink
-from server.sink import AsgiSink, open_sink
+from ringserve.server.errors import StartupError
+from ringserve.server.http.cors import Cors, CorsPolicy
+from ringserve.server.http.protocol import RingserveProtocol, TransportSink
+from ringserve.server.http.sink import AsgiSink, open_sink
+from ringserve.server.settings.config import ServeConfig
 from tests.e2e.conftest import RunningServer
-from tests.server.test_sink import uvicorn_server
+from tests.server.http.test_sink import uvicorn_server
 
 ORIGIN, OTHER = "https://app.example", "https://evil.example"
 PROMPT = {"prompt": "a", "max_tokens": 3}

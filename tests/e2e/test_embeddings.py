@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from server.model_path import resolve
+from ringserve.server.settings.model_path import resolve
 from tests.e2e.conftest import RunningServer, post_beside_health_checks, send
 
 # The last is longer than a step of this file's server.

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from server.engine_process import EngineProcess
-from shm_transport.config import RingConfig
-from shm_transport.messages import AddRequest, Data, Fork
-from shm_transport.records import DataContent, FinishReason, Pooling, RecordKind
-from shm_transport.step_ring import Message, StepRecord
+from ringserve.server.generation.engine_process import EngineProcess
+from ringserve.shm_transport.config import RingConfig
+from ringserve.shm_transport.messages import AddRequest, Data, Fork
+from ringserve.shm_transport.records import DataContent, FinishReason, Pooling, RecordKind
+from ringserve.shm_transport.step_ring import Message, StepRecord
 
 MAX_MODEL_LEN = 200
 

@@ -11,7 +11,7 @@ import pydantic
 import pytest
 from tokenizers import Tokenizer
 
-from engine.default_model import ensure_default_model
+from ringserve.engine.weights.default_model import ensure_default_model
 from tests.e2e.conftest import SharedServers
 from tests.e2e.test_tools import calls_of, create, streamed
 

@@ -19,9 +19,9 @@ import httpx
 import pytest
 import uvloop
 
-from server.config import ServeConfig
-from server.errors import StartupError
-from server.listener import accept, bound, listen, tls_context
+from ringserve.server.errors import StartupError
+from ringserve.server.http.listener import accept, bound, listen, tls_context
+from ringserve.server.settings.config import ServeConfig
 from tests.e2e.conftest import CLI, wait_until
 
 SYNTHETIC = ("--engine", "synthetic", "--max-model-len", "2048")
@@ -246,7 +246,7 @@ def test_a_signal_at_any_moment_of_binding_leaves_no_socket(tmp_path: Path) -> N
         moments = iter(range(num_lines))
 
         def interrupt(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
-            if not frame.f_code.co_filename.endswith("server/listener.py"):
+            if not frame.f_code.co_filename.endswith("server/http/listener.py"):
                 return None
             if event == "line" and next(moments, None) is None:
                 raise KeyboardInterrupt  # as a signal's handler does, which ends the tracing too

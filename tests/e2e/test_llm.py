@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from server import LLM, SamplingParams
-from server.errors import EngineDeadError, EngineGenerateError, RequestError, ServerError
-from shm_transport import process
+from ringserve import LLM, SamplingParams
+from ringserve.server.errors import EngineDeadError, EngineGenerateError, RequestError, ServerError
+from ringserve.shm_transport import process
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -249,7 +249,7 @@ def test_a_wrong_option_or_model_is_told_and_leaves_nothing() -> None:
 def test_a_script_needs_no_main_guard_and_leaves_nothing(tmp_path) -> None:
     script = """
 import os
-from server import LLM
+from ringserve import LLM
 llm = LLM(engine="synthetic")
 print(os.getpid(), llm._llm._pipe.engine.process.pid)
 print(llm.generate("a", use_tqdm=False)[0].outputs[0].text)
@@ -273,7 +273,7 @@ def test_the_engine_ends_with_the_last_reference() -> None:
 def test_the_engine_ends_however_its_owner_does(tmp_path, wait, end) -> None:
     script = f"""
 import os
-from server import LLM
+from ringserve import LLM
 llm = LLM(engine="synthetic")
 print(llm._llm._pipe.engine.process.pid)
 {end}
@@ -286,7 +286,7 @@ print(llm._llm._pipe.engine.process.pid)
 def test_ctrl_c_aborts_what_runs_and_the_llm_goes_on(tmp_path) -> None:
     script = """
 import time
-from server import LLM, SamplingParams
+from ringserve import LLM, SamplingParams
 llm = LLM(engine="synthetic", step_time_ms=5.0)
 try:
     print("running")
@@ -319,7 +319,7 @@ def command_of(pid: str) -> str:
 
 def test_ctrl_c_while_it_loads_ends_the_engine(tmp_path, wait) -> None:
     script = """
-from server import LLM
+from ringserve import LLM
 print("loading")
 LLM(dtype="float32")
 """
@@ -339,18 +339,18 @@ LLM(dtype="float32")
 
 
 def test_importing_the_library_is_light() -> None:
-    script = "import sys; from server import LLM, AsyncLLM, ServeConfig; print(*sys.modules)"
+    script = "import sys; from ringserve import LLM, AsyncLLM, ServeConfig; print(*sys.modules)"
     loaded = set(run(script, ROOT).stdout.split())
-    assert "server.llm" in loaded
-    assert not loaded & {"torch", "transformers", "engine", "uvicorn", "huggingface_hub"}
-    alone = set(run("import sys, server; print(*sys.modules)", ROOT).stdout.split())
-    assert not {name for name in alone if name.startswith(("server.", "numpy", "msgspec"))}
+    assert "ringserve.server.llm" in loaded
+    assert not loaded & {"torch", "transformers", "ringserve.engine", "uvicorn", "huggingface_hub"}
+    alone = set(run("import sys, ringserve; print(*sys.modules)", ROOT).stdout.split())
+    assert not {name for name in alone if name.startswith(("ringserve.", "numpy", "msgspec"))}
 
 
 def test_a_name_that_is_not_exported_is_an_attribute_error() -> None:
-    import server
+    import ringserve
 
-    assert set(server.__all__) == set(server._HOMES)
-    assert all(getattr(server, name) for name in server.__all__)
+    assert set(ringserve.__all__) == set(ringserve._HOMES)
+    assert all(getattr(ringserve, name) for name in ringserve.__all__)
     with pytest.raises(AttributeError, match="no_such_name"):
-        _ = server.no_such_name
+        _ = ringserve.no_such_name

@@ -126,7 +126,7 @@ def test_requests_are_logged_by_flag_and_their_text_only_by_another(start_server
 def test_the_log_can_be_json(start_server) -> None:
     lines = [json.loads(line) for line in run_and_stop(start_server, "--enable-log-requests", "--log-format", "json")]
     assert [sorted(line) for line in lines] == [["level", "logger", "message", "process", "time"]] * 2
-    assert [line["logger"] for line in lines] == ["server.launcher", "server.request_log"]
+    assert [line["logger"] for line in lines] == ["ringserve.server.launcher", "ringserve.server.telemetry.request_log"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", lines[0]["time"])
 
 

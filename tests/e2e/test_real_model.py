@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from server.model_path import resolve
+from ringserve.server.settings.model_path import resolve
 
 NUM_CLIENTS = 12
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
@@ -205,7 +205,7 @@ def test_a_local_directory_is_served_under_the_names_given(start_server) -> None
     ],
 )
 def test_a_wrong_start_is_a_readable_error_and_exit_code_2(arguments, message) -> None:
-    command = [sys.executable, "-P", "-m", "server.cli", "serve", *arguments]
+    command = [sys.executable, "-P", "-m", "ringserve.server.cli", "serve", *arguments]
     if "--port" not in arguments:
         command += ["--port", "0"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -215,14 +215,14 @@ def test_a_wrong_start_is_a_readable_error_and_exit_code_2(arguments, message) -
 
 
 def test_a_port_in_use_is_known_at_once(server) -> None:
-    command = [sys.executable, "-P", "-m", "server.cli", "serve", "--port", str(server.port)]
+    command = [sys.executable, "-P", "-m", "ringserve.server.cli", "serve", "--port", str(server.port)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert result.returncode == 2
     assert f"cannot bind 127.0.0.1:{server.port}: Address already in use" in result.stderr
 
 
 def test_a_directory_that_is_no_model_is_named(tmp_path) -> None:
-    command = [sys.executable, "-P", "-m", "server.cli", "serve", "--port", "0", str(tmp_path)]
+    command = [sys.executable, "-P", "-m", "ringserve.server.cli", "serve", "--port", "0", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert result.returncode == 2
     assert str(tmp_path) in result.stderr
@@ -230,7 +230,7 @@ def test_a_directory_that_is_no_model_is_named(tmp_path) -> None:
 
 
 def test_help_names_every_option() -> None:
-    command = [sys.executable, "-P", "-m", "server.cli", "serve", "--help"]
+    command = [sys.executable, "-P", "-m", "ringserve.server.cli", "serve", "--help"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for option in (
         "MODEL",

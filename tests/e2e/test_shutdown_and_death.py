@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shm_transport.heartbeat import ALIVE_LIMIT_S
+from ringserve.shm_transport.heartbeat import ALIVE_LIMIT_S
 from tests.e2e.conftest import CLI, post_bytes, send, send_unread
 
 SYNTHETIC = ("--engine", "synthetic")
@@ -297,7 +297,7 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.15, 0.3, 0.5])
 def test_sigterm_during_start_up_leaves_nothing(delay_s: float, wait) -> None:
-    code = "import sys; from server.cli import main; sys.exit(main())"
+    code = "import sys; from ringserve.server.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "serve", "--engine", "synthetic", "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     time.sleep(0.25 + delay_s)

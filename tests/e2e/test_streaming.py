@@ -273,7 +273,8 @@ def test_the_running_loop_is_uvloop_and_the_parser_httptools(start_server, tmp_p
 import asyncio, sys
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from server import cli, http_protocol, launcher
+from ringserve.server import cli, launcher
+from ringserve.server.http import protocol as http_protocol
 
 protocols = []
 build_app, made = launcher.build_app, http_protocol.RingserveProtocol.connection_made

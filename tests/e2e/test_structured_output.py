@@ -16,8 +16,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from server import structured_output
-from server.model_path import resolve
+from ringserve.server.grammar import structured_output
+from ringserve.server.settings.model_path import resolve
 from tests.e2e.conftest import RunningServer, SharedServers
 from tests.schemas import LISTED, REFUSED, Schema, all_schemas, an_object
 

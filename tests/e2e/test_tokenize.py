@@ -12,7 +12,7 @@ TEXTS = ["Hello, world!", " two  spaces", "こんにちは 🧭", "<|im_start|>u
 def tokenizer():
     from tokenizers import Tokenizer
 
-    from server.model_path import resolve
+    from ringserve.server.settings.model_path import resolve
 
     return Tokenizer.from_file(str(resolve(None) / "tokenizer.json"))
 

@@ -36,15 +36,15 @@ from transformers import (
     SmolLM3Config,
 )
 
-from engine.adapters import Adapters
-from engine.batch import Batch
-from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.make import make_engine
-from engine.overlap import OverlappingCore
-from shm_transport.messages import AddRequest, Data
-from shm_transport.records import FinishReason
-from shm_transport.step import Step
+from ringserve.engine.config import EngineConfig
+from ringserve.engine.core.core import EngineCore
+from ringserve.engine.core.make import make_engine
+from ringserve.engine.core.overlap import OverlappingCore
+from ringserve.engine.schedule.batch import Batch
+from ringserve.engine.weights.adapters import Adapters
+from ringserve.shm_transport.messages import AddRequest, Data
+from ringserve.shm_transport.records import FinishReason
+from ringserve.shm_transport.step import Step
 
 VOCAB_SIZE = 300
 CONTEXT = 96
@@ -190,7 +190,7 @@ def _own_check_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     """Keep the tiny models' reference logits out of the user's cache."""
     root = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.check_cache.default_cache_root", lambda: root)
+        patch.setattr("ringserve.engine.runner.check_cache.default_cache_root", lambda: root)
         yield
 
 

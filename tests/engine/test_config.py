@@ -3,8 +3,8 @@ import json
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.errors import EngineConfigError
+from ringserve.engine.config import EngineConfig
+from ringserve.engine.errors import EngineConfigError
 
 
 def test_a_config_survives_json() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from server import cli, launcher, model_path
-from server.config import ServeConfig
-from server.config_file import plain_type
-from server.errors import StartupError
-from shm_transport import log_format
+from ringserve.server import cli, launcher
+from ringserve.server.errors import StartupError
+from ringserve.server.settings import model_path
+from ringserve.server.settings.config import ServeConfig
+from ringserve.server.settings.config_file import plain_type
+from ringserve.shm_transport import log_format
 
 EXAMPLES = {"root_path": "/a", "otlp_traces_endpoint": "http://127.0.0.1:4318"}  # of settings that have a form
 OPTIONS = [field for field in dataclasses.fields(ServeConfig) if field.name != "model"]
@@ -94,7 +95,7 @@ def test_help_tells_every_option_with_its_default(capsys: pytest.CaptureFixture[
 
 
 def test_the_version_is_that_of_the_distribution() -> None:
-    command = [sys.executable, "-P", "-m", "server.cli", "--version"]
+    command = [sys.executable, "-P", "-m", "ringserve.server.cli", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == importlib.metadata.version("ringserve")
     project = Path(__file__).parents[2] / "pyproject.toml"
@@ -102,7 +103,7 @@ def test_the_version_is_that_of_the_distribution() -> None:
 
 
 def test_pull_prints_the_directory_and_nothing_else() -> None:
-    command = [sys.executable, "-P", "-m", "server.cli", "pull"]
+    command = [sys.executable, "-P", "-m", "ringserve.server.cli", "pull"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
     (line,) = done.stdout.splitlines()
     assert (Path(line) / "tokenizer.json").is_file()

@@ -5,7 +5,7 @@ from types import FrameType
 
 import pytest
 
-from server.held_signals import held_signals
+from ringserve.server.held_signals import held_signals
 
 
 @pytest.fixture

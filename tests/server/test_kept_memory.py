@@ -3,7 +3,7 @@ from collections.abc import Callable
 
 import pytest
 
-from server.kept_memory import KeptMemory
+from ringserve.server.kept_memory import KeptMemory
 
 MB = 2**20
 

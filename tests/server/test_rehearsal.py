@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from server import rehearsal
-from server.async_llm import AsyncLLM
-from server.config import ServeConfig
-from server.input_processor import GenerateRequest
-from server.rehearsal import Rehearsal, connected_pair, rehearsals
-from server.sampling_params import SamplingParams
-from shm_transport.strategies import has_spare_core
+from ringserve.server import rehearsal
+from ringserve.server.generation.async_llm import AsyncLLM
+from ringserve.server.generation.input_processor import GenerateRequest
+from ringserve.server.generation.sampling_params import SamplingParams
+from ringserve.server.rehearsal import Rehearsal, connected_pair, rehearsals
+from ringserve.server.settings.config import ServeConfig
+from ringserve.shm_transport.strategies import has_spare_core
 
 LIMIT_S = 30.0
 

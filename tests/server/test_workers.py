@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from server.workers import run_all, run_near
+from ringserve.server.workers import run_all, run_near
 
 
 async def test_results_are_in_order_and_no_more_jobs_run_than_may() -> None:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shm_transport import segment
-from shm_transport.config import RingConfig
-from shm_transport.segment import Segment
+from ringserve.shm_transport import segment
+from ringserve.shm_transport.config import RingConfig
+from ringserve.shm_transport.segment import Segment
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import zlib
 
 import numpy as np
 
-from shm_transport import process, segment
-from shm_transport.errors import PeerDiedError
-from shm_transport.records import RecordKind, RingKind
-from shm_transport.step import Step
-from shm_transport.step_ring import StepWriter
+from ringserve.shm_transport import process, segment
+from ringserve.shm_transport.errors import PeerDiedError
+from ringserve.shm_transport.records import RecordKind, RingKind
+from ringserve.shm_transport.step import Step
+from ringserve.shm_transport.step_ring import StepWriter
 
 
 class CheckedSteps:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from shm_transport import segment
-from shm_transport.segment import Segment
-from shm_transport.step_ring import Message, StepReader, StepRecord
+from ringserve.shm_transport import segment
+from ringserve.shm_transport.segment import Segment
+from ringserve.shm_transport.step_ring import Message, StepReader, StepRecord
 from tests.shm_transport.test_two_processes import CONFIG, check, read_one, start_peer
 
 NUM_RECORDS = 50_000

@@ -14,20 +14,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shm_transport import segment
-from shm_transport.config import RingConfig
-from shm_transport.errors import (
+from ringserve.shm_transport import segment
+from ringserve.shm_transport.config import RingConfig
+from ringserve.shm_transport.errors import (
     RecordError,
     SegmentError,
     SegmentMismatchError,
     SegmentMissingError,
     SharedMemoryFullError,
 )
-from shm_transport.layout import struct_of
-from shm_transport.records import LAYOUT_VERSION, MAGIC, SEGMENT_HEADER, RingKind
-from shm_transport.request_ring import Inbox
-from shm_transport.segment import Segment
-from shm_transport.step_ring import StepReader, StepRecord
+from ringserve.shm_transport.layout import struct_of
+from ringserve.shm_transport.records import LAYOUT_VERSION, MAGIC, SEGMENT_HEADER, RingKind
+from ringserve.shm_transport.request_ring import Inbox
+from ringserve.shm_transport.segment import Segment
+from ringserve.shm_transport.step_ring import StepReader, StepRecord
 
 SHM = Path("/dev/shm")
 ROOT = Path(__file__).parents[2]
@@ -37,9 +37,9 @@ BOTH_VALUES = re.compile(r"is 0x[0-9a-f]+, expected 0x[0-9a-f]+|is \d+, expected
 IN_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
 CREATE = """
 import os
-from shm_transport import segment
-from shm_transport.config import RingConfig
-from shm_transport.errors import SegmentError
+from ringserve.shm_transport import segment
+from ringserve.shm_transport.config import RingConfig
+from ringserve.shm_transport.errors import SegmentError
 try:
     segment.create("/ringserve-x", segment.step_header(RingConfig(), epoch=1))
 except SegmentError as error:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shm_transport.config import RingConfig
-from shm_transport.layout import step_columns
-from shm_transport.records import (
+from ringserve.shm_transport.config import RingConfig
+from ringserve.shm_transport.layout import step_columns
+from ringserve.shm_transport.records import (
     ADD_FIELDS,
     DATA_FIELDS,
     RECORD_HEADER,

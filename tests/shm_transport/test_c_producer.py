@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shm_transport import segment
-from shm_transport.config import RingConfig
-from shm_transport.messages import AddRequest
-from shm_transport.records import FinishReason, RecordKind
-from shm_transport.request_ring import Outbox
-from shm_transport.segment import Segment
-from shm_transport.step_ring import Message, StepReader, StepRecord
+from ringserve.shm_transport import segment
+from ringserve.shm_transport.config import RingConfig
+from ringserve.shm_transport.messages import AddRequest
+from ringserve.shm_transport.records import FinishReason, RecordKind
+from ringserve.shm_transport.request_ring import Outbox
+from ringserve.shm_transport.segment import Segment
+from ringserve.shm_transport.step_ring import Message, StepReader, StepRecord
 
 SOURCE = Path(__file__).with_name("producer.c")
 CONFIG = RingConfig(num_step_slots=2, max_rows=5, max_tokens=9, num_request_slots=2)  # columns that end inside a line

@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shm_transport import process, segment
-from shm_transport.config import RingConfig
-from shm_transport.errors import PeerDiedError
-from shm_transport.messages import AddRequest
-from shm_transport.records import RecordKind, RingKind
-from shm_transport.request_ring import Inbox, Outbox
-from shm_transport.segment import Segment
-from shm_transport.step_ring import Message, StepReader, StepRecord, StepWriter
+from ringserve.shm_transport import process, segment
+from ringserve.shm_transport.config import RingConfig
+from ringserve.shm_transport.errors import PeerDiedError
+from ringserve.shm_transport.messages import AddRequest
+from ringserve.shm_transport.records import RecordKind, RingKind
+from ringserve.shm_transport.request_ring import Inbox, Outbox
+from ringserve.shm_transport.segment import Segment
+from ringserve.shm_transport.step_ring import Message, StepReader, StepRecord, StepWriter
 from tests.shm_transport.ring_peer import checked_step
 from tests.shm_transport.test_two_processes import check, read_one
 

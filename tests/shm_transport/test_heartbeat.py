@@ -1,7 +1,7 @@
 import time
 
-from shm_transport.heartbeat import Heartbeat, Pulse, PulseReader
-from shm_transport.segment import Segment
+from ringserve.shm_transport.heartbeat import Heartbeat, Pulse, PulseReader
+from ringserve.shm_transport.segment import Segment
 
 
 def test_an_open_step_is_busy_until_its_time_out(step_segment: Segment) -> None:

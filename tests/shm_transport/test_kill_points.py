@@ -26,14 +26,14 @@ import numpy as np
 import posix_ipc
 import pytest
 
-from shm_transport import process, segment, step_ring
-from shm_transport.config import RingConfig
-from shm_transport.errors import PeerDiedError
-from shm_transport.records import RecordKind, RingKind
-from shm_transport.ring import Consumer, Producer
-from shm_transport.segment import Segment, SegmentHeader
-from shm_transport.step import Step
-from shm_transport.step_ring import Message, StepReader, StepRecord, StepWriter
+from ringserve.shm_transport import process, segment, step_ring
+from ringserve.shm_transport.config import RingConfig
+from ringserve.shm_transport.errors import PeerDiedError
+from ringserve.shm_transport.records import RecordKind, RingKind
+from ringserve.shm_transport.ring import Consumer, Producer
+from ringserve.shm_transport.segment import Segment, SegmentHeader
+from ringserve.shm_transport.step import Step
+from ringserve.shm_transport.step_ring import Message, StepReader, StepRecord, StepWriter
 
 CONFIG = RingConfig(num_step_slots=4, max_rows=8, max_tokens=64, max_logprob_entries=64)
 EPOCH = 77

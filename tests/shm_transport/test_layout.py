@@ -1,7 +1,7 @@
 import numpy as np
 
-from shm_transport.layout import step_columns, struct_of
-from shm_transport.records import CACHE_LINE_BYTES, RECORD_HEADER, SEGMENT_HEADER
+from ringserve.shm_transport.layout import step_columns, struct_of
+from ringserve.shm_transport.records import CACHE_LINE_BYTES, RECORD_HEADER, SEGMENT_HEADER
 
 
 def test_columns_are_aligned_and_do_not_overlap() -> None:

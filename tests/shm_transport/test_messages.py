@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shm_transport.errors import RecordError
-from shm_transport.messages import AddRequest, Data, Fork
-from shm_transport.records import ADD_FIELDS, DATA_FIELDS, DataContent, Pooling
+from ringserve.shm_transport.errors import RecordError
+from ringserve.shm_transport.messages import AddRequest, Data, Fork
+from ringserve.shm_transport.records import ADD_FIELDS, DATA_FIELDS, DataContent, Pooling
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)

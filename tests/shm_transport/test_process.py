@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from shm_transport import process
-from shm_transport.process import PeerProcess
+from ringserve.shm_transport import process
+from ringserve.shm_transport.process import PeerProcess
 
 
 def test_a_peer_is_alive_until_it_ends_even_if_nobody_reaps_it() -> None:

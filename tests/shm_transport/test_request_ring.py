@@ -4,11 +4,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shm_transport.errors import RecordError
-from shm_transport.messages import AddRequest, Fork
-from shm_transport.request_ring import Abort, Call, Inbox, Outbox
-from shm_transport.ring import HEADER
-from shm_transport.segment import Segment
+from ringserve.shm_transport.errors import RecordError
+from ringserve.shm_transport.messages import AddRequest, Fork
+from ringserve.shm_transport.request_ring import Abort, Call, Inbox, Outbox
+from ringserve.shm_transport.ring import HEADER
+from ringserve.shm_transport.segment import Segment
 
 
 def request(handle: int, num_prompt_tokens: int = 4) -> AddRequest:

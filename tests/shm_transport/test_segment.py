@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from shm_transport import process, segment
-from shm_transport.config import RingConfig
-from shm_transport.errors import (
+from ringserve.shm_transport import process, segment
+from ringserve.shm_transport.config import RingConfig
+from ringserve.shm_transport.errors import (
     RecordTooLargeError,
     SegmentError,
     SegmentMismatchError,
     SegmentMissingError,
     SharedMemoryFullError,
 )
-from shm_transport.records import RingKind
-from shm_transport.segment import Segment
+from ringserve.shm_transport.records import RingKind
+from ringserve.shm_transport.segment import Segment
 
 SHM = Path("/dev/shm")
 
@@ -99,8 +99,8 @@ def test_sizes_that_hold_no_record_are_refused() -> None:
 def test_the_next_start_removes_what_a_killed_server_left() -> None:
     code = """
 import os, signal
-from shm_transport import segment
-from shm_transport.config import RingConfig
+from ringserve.shm_transport import segment
+from ringserve.shm_transport.config import RingConfig
 name = segment.new_base_name() + "-step"
 segment.create(name, segment.step_header(RingConfig(num_step_slots=1), epoch=1))
 print(name, flush=True)

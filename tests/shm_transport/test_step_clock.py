@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from shm_transport.step_clock import StepClock
+from ringserve.shm_transport.step_clock import StepClock
 
 MS = 1_000_000
 RANDOM = [20 * abs(math.tan(n)) for n in range(1, 100)]

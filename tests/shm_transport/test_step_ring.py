@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shm_transport import segment
-from shm_transport.config import RingConfig
-from shm_transport.errors import RecordError, SequenceError
-from shm_transport.records import FinishReason, RecordKind
-from shm_transport.ring import HEADER
-from shm_transport.segment import Segment
-from shm_transport.step import FirstRowColumns, LogprobColumns, Step
-from shm_transport.step_ring import Message, StepReader, StepRecord, StepWriter
+from ringserve.shm_transport import segment
+from ringserve.shm_transport.config import RingConfig
+from ringserve.shm_transport.errors import RecordError, SequenceError
+from ringserve.shm_transport.records import FinishReason, RecordKind
+from ringserve.shm_transport.ring import HEADER
+from ringserve.shm_transport.segment import Segment
+from ringserve.shm_transport.step import FirstRowColumns, LogprobColumns, Step
+from ringserve.shm_transport.step_ring import Message, StepReader, StepRecord, StepWriter
 
 
 class RingFullError(Exception):

@@ -5,11 +5,11 @@ import time
 import numpy as np
 import pytest
 
-from shm_transport import strategies
-from shm_transport.segment import Segment
-from shm_transport.step import Step
-from shm_transport.step_ring import StepReader, StepRecord, StepWriter
-from shm_transport.strategies import STRATEGIES, AdaptiveWaiter, Waiter, has_spare_core, make_waiter
+from ringserve.shm_transport import strategies
+from ringserve.shm_transport.segment import Segment
+from ringserve.shm_transport.step import Step
+from ringserve.shm_transport.step_ring import StepReader, StepRecord, StepWriter
+from ringserve.shm_transport.strategies import STRATEGIES, AdaptiveWaiter, Waiter, has_spare_core, make_waiter
 
 
 def step(token: int) -> Step:

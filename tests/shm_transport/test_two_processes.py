@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from shm_transport import process, segment
-from shm_transport.config import RingConfig
-from shm_transport.segment import Segment
-from shm_transport.step_ring import Message, StepReader, StepRecord
+from ringserve.shm_transport import process, segment
+from ringserve.shm_transport.config import RingConfig
+from ringserve.shm_transport.segment import Segment
+from ringserve.shm_transport.step_ring import Message, StepReader, StepRecord
 
 PEER = Path(__file__).with_name("ring_peer.py")
 CONFIG = RingConfig(num_step_slots=8, max_rows=8, max_tokens=64, max_logprob_entries=64)

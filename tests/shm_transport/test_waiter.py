@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from shm_transport.segment import Segment
-from shm_transport.step import Step
-from shm_transport.step_ring import StepReader, StepRecord, StepWriter
-from shm_transport.waiter import BlockWaiter
+from ringserve.shm_transport.segment import Segment
+from ringserve.shm_transport.step import Step
+from ringserve.shm_transport.step_ring import StepReader, StepRecord, StepWriter
+from ringserve.shm_transport.waiter import BlockWaiter
 
 
 def step(token: int) -> Step:

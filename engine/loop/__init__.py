@@ -1,0 +1,1 @@
+"""The engine process between its rings: records in, steps, records out."""

@@ -1,0 +1,1 @@
+"""From logits to tokens: rules, penalties, grammars, draws, logprobs."""

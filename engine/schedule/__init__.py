@@ -1,0 +1,1 @@
+"""Which requests run, and on which tokens and blocks, in the next step."""

@@ -1,0 +1,1 @@
+"""A model's files and weights: checkpoints, linear layers, adapters, the default model."""

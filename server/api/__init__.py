@@ -1,0 +1,1 @@
+"""The endpoints: where HTTP and generation meet."""

@@ -1,0 +1,1 @@
+"""Outputs as OpenAI's JSON and server-sent events."""

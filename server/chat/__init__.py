@@ -1,0 +1,1 @@
+"""What a chat model reads and writes: templates, tools, reasoning."""

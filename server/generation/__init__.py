@@ -1,0 +1,1 @@
+"""Requests in, outputs out, over the rings; knows no HTTP."""

@@ -1,0 +1,1 @@
+"""Connections, bodies and layers; knows no generation."""

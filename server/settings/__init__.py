@@ -1,0 +1,1 @@
+"""Flags, environment, configuration files, and where the model lies."""

@@ -1,0 +1,1 @@
+"""Token ids to text and back, and text as JSON strings."""
