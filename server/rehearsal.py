@@ -13,12 +13,11 @@ from collections.abc import AsyncIterator
 
 from ringserve.server.api.render.chunks import CompletionChunks, StreamIdentity
 from ringserve.server.generation.async_llm import AsyncLLM
-from ringserve.server.generation.collector import RequestOutputCollector
+from ringserve.server.generation.collector import DeltaWriter, RequestOutputCollector
 from ringserve.server.generation.input_processor import ProcessedRequest
 from ringserve.server.generation.output_processor import OutputProcessor, RequestState
 from ringserve.server.generation.outputs import CompletionOutput, OutputKind
 from ringserve.server.generation.sampling_params import SamplingParams
-from ringserve.server.http.sink import DeltaWriter
 from ringserve.server.telemetry.hop_clock import HopClock
 from ringserve.server.telemetry.metrics import Metrics
 from ringserve.server.text.tokenizer import Tokenizer

@@ -2,19 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ringserve.engine.attention.model_inputs import send
 from ringserve.engine.errors import EngineConfigError, NotEnoughMemoryError
+from ringserve.engine.memory import free_bytes
+from ringserve.engine.transfer import send
 
 _MEMORY_SHARE = 0.5  # of what is free once the weights are there; activations and other processes need the rest
-_OWN_GROUP = Path("/proc/self/cgroup")
-_GROUPS = Path("/sys/fs/cgroup")  # control groups, version 2; in a container its own is at the top
 
 
 @dataclass(slots=True, frozen=True)
@@ -154,44 +152,6 @@ def choose_num_blocks(
             "lower max_model_len, free memory, or set kv_cache_tokens"
         )
     return 1 + num_blocks
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return how much memory `device` has left.
-
-    Raises:
-        EngineConfigError: If the system does not say.
-    """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return min([int(line.split()[1]) * 1024, *_rooms()])
-    raise EngineConfigError("/proc/meminfo does not say how much memory is free: set kv_cache_tokens")
-
-
-def _rooms() -> list[int]:
-    """Return how much memory each control group that limits this process has left: beyond that it is killed."""
-    try:
-        lines = _OWN_GROUP.read_text().splitlines()
-    except OSError:
-        return []
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    parts = Path(own).parts
-    groups = [_GROUPS.joinpath(*parts[:count]) for count in range(len(parts) + 1)]
-    return [room for group in groups if (room := _room(group)) is not None]
-
-
-def _room(group: Path) -> int | None:
-    try:
-        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
-        stat = (group / "memory.stat").read_text().split()
-    except OSError:  # the topmost group has no such files, nor has version 1
-        return None
-    if limit == "max":
-        return None
-    reclaimable = int(stat[stat.index("inactive_file") + 1])
-    return max(int(limit) - used + reclaimable, 0)
 
 
 def _mib(num_bytes: float) -> str:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ringserve.engine.schedule.batch import Batch, pad_tables
+from ringserve.engine.transfer import send
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,19 +95,3 @@ def upload(
 def fill_in(token_ids: Tensor, sources: Tensor, last_tokens: Tensor) -> None:
     """Put `last_tokens[source]` where a source is not -1, in place; [n] int64 each, all on one device."""
     torch.where(sources >= 0, last_tokens[sources.clamp(min=0)], token_ids, out=token_ids)
-
-
-def send(arrays: tuple[NDArray[np.integer], ...], device: torch.device) -> list[Tensor]:
-    """Copy integer arrays to `device` as int32, in one copy that is not waited for; they keep their shapes.
-
-    The pinned memory comes from torch's cache of it, which gives none away again before its copy is done.
-    """
-    flat = np.concatenate([array.ravel() for array in arrays], dtype=np.int32, casting="same_kind")
-    staged = pinned(torch.from_numpy(flat), device)
-    parts = staged.to(device, non_blocking=True).split_with_sizes([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
-
-
-def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy that a GPU can fetch by itself; the tensor where `device` is none."""
-    return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ringserve.engine.attention.kernels import Options
 from ringserve.engine.attention.kv_cache import KVCache
-from ringserve.engine.attention.model_inputs import PagedInputs, send
+from ringserve.engine.attention.model_inputs import PagedInputs
+from ringserve.engine.transfer import send
 
 _MIN_SIDE = 16  # of a matrix that tl.dot takes
 _TILE_ROWS = 64  # queries times heads of one kv head in a tile of a chunk

@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ringserve.engine.attention.model_inputs import ModelInputs, PagedInputs, fill_in, pinned
+from ringserve.engine.attention.model_inputs import ModelInputs, PagedInputs, fill_in
 from ringserve.engine.schedule.batch import Batch
+from ringserve.engine.transfer import pinned
 
 logger = logging.getLogger(__name__)
 

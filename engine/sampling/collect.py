@@ -1,7 +1,6 @@
 """What a step's outputs hold for requests that want something of their prompt: logprobs, or an embedding."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 
@@ -9,16 +8,6 @@ from ringserve.engine.sampling.logprobs import PromptLogprobs
 from ringserve.engine.sampling.pooling import Pooler
 from ringserve.engine.schedule.scheduler import Chunk, PromptRows
 from ringserve.shm_transport.messages import Data
-
-
-class Collector(Protocol):
-    """What is wanted of one prompt, in the making while its chunks are computed."""
-
-    def extend(self, rows: Tensor) -> None:
-        """Take in the next rows, [n, size]: logits for logprobs, final hidden states for an embedding."""
-
-    def messages(self, handle: int) -> list[Data]:
-        """Return what the server is told of the whole prompt."""
 
 
 def collect(spans: Sequence[PromptRows], rows: Tensor) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringserve.engine.attention.model_inputs import pinned, send
 from ringserve.engine.sampling.sampler import (
     GREEDY_BELOW,
     Filters,
@@ -23,6 +22,7 @@ from ringserve.engine.sampling.sampler import (
     why_failed,
 )
 from ringserve.engine.schedule.request import Request
+from ringserve.engine.transfer import pinned, send
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Grammars that outputs have to follow: compiled by llguidance on threads, followed token by token on the loop's.
 
 A text is compiled once, whoever asks for it, and kept while it is among the newest. Each sequence follows a copy of
-its own, a Matcher, which lives with its request and so survives preemption. A matcher gives a bit for each token that
+its own, a GrammarMatcher, which lives with its request and so survives preemption. It gives a bit for each token that
 may come next; engine/sampling/grammar_mask.py applies them.
 """
 
@@ -35,8 +35,8 @@ class NoGrammarsError(Exception):
     """The model's tokenizer is of no use for grammars."""
 
 
-class Matcher:
-    """Where one sequence stands in its grammar. Loop thread only.
+class GrammarMatcher:
+    """A request's Matcher: where it stands in its grammar. Loop thread only.
 
     Args:
         library: At the grammar's start; this one's own.
@@ -93,7 +93,7 @@ class CompiledGrammar:
     def __init__(self, library: LLMatcher, tokenizer: LLTokenizer) -> None:
         self._library, self._tokenizer = library, tokenizer
 
-    def matcher(self, params: AddRequest) -> Matcher:
+    def matcher(self, params: AddRequest) -> GrammarMatcher:
         """Return a new matcher.
 
         Where the grammar may end, EOS and those stop tokens may come that are special. Other stop tokens are text: the
@@ -102,7 +102,7 @@ class CompiledGrammar:
         size, is_special = self._tokenizer.vocab_size, self._tokenizer.is_special_token
         stops = (params.eos_token_id, *params.stop_token_ids)
         ends = [token_id for token_id in stops if 0 <= token_id < size and is_special(token_id)]
-        return Matcher(
+        return GrammarMatcher(
             self._library.deep_copy(),
             end_bit=self._tokenizer.eos_token,
             ends=ends,

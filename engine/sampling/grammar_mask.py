@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ringserve.engine.interface import Refusal
-from ringserve.engine.sampling.grammar import GrammarError, Matcher
-from ringserve.engine.schedule.request import Request
+from ringserve.engine.sampling.grammar import GrammarError
+from ringserve.engine.schedule.request import Matcher, Request
 
 _NOT_ALLOWED = np.float32(-np.inf)
 

@@ -80,8 +80,8 @@ def apply_rules_(logits: Tensor, requests: Sequence[Request]) -> None:
 
 
 def _make_rules(request: Request, vocab_size: int) -> LogitRules:
-    request.logit_rules = LogitRules.of(request, vocab_size) if has_rules(request.params) else NO_RULES
-    return request.logit_rules
+    rules = request.logit_rules = LogitRules.of(request, vocab_size) if has_rules(request.params) else NO_RULES
+    return rules
 
 
 def has_rules(params: AddRequest) -> bool:

@@ -1,17 +1,51 @@
 """One request's state inside the engine. No torch; owned by the engine's loop thread."""
 
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ringserve.shm_transport.messages import AddRequest, Fork
+from ringserve.shm_transport.messages import AddRequest, Data, Fork
 
 if TYPE_CHECKING:
-    from ringserve.engine.sampling.collect import Collector
-    from ringserve.engine.sampling.grammar import Matcher
-    from ringserve.engine.sampling.logit_rules import LogitRules
+    from torch import Tensor
+
+
+class Matcher(Protocol):
+    """Where one sequence stands in the grammar that it has to follow."""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that may come where the grammar may end; they end the request."""
+
+    @property
+    def num_mask_bytes(self) -> int:
+        """Of the masks that it fills; the same for all of one tokenizer."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the grammar is satisfied and admits no further token."""
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the output could end at the last token: it satisfies the grammar with it and without it."""
+
+    def fill(self, mask: NDArray[np.uint8]) -> None:
+        """Write which tokens may come next: [num_mask_bytes], a bit for each token, the lowest first."""
+
+    def consume(self, token_id: int) -> None:
+        """Go on by a token that `fill` has allowed."""
+
+
+class Collector(Protocol):
+    """What is wanted of one prompt, in the making while its chunks are computed."""
+
+    def extend(self, rows: "Tensor") -> None:
+        """Take in the next rows, [n, size]: logits for logprobs, final hidden states for an embedding."""
+
+    def messages(self, handle: int) -> list[Data]:
+        """Return what the server is told of the whole prompt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,9 +70,9 @@ class Request:
     num_preemptions: int = 0
     num_collected_tokens: int = 0  # of the prompt, that `collector` has taken in; of a fork's all, for it wants none
     forks: list["Request"] = field(default_factory=list)  # wait until this one's prompt has been computed
-    logit_rules: "LogitRules | None" = None  # the sampler's, made at the first token
-    matcher: "Matcher | None" = None  # of a grammar: made before the request may run, moved on at each commit
-    collector: "Collector | None" = None  # the core's, of what is wanted of the prompt
+    logit_rules: Any = None  # the sampler's LogitRules, made at the first token
+    matcher: Matcher | None = None  # of a grammar: made before the request may run, moved on at each commit
+    collector: Collector | None = None  # the core's, of what is wanted of the prompt
 
     def __post_init__(self, fork: Fork | None) -> None:
         own = fork or self.params

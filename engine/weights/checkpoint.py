@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from ringserve.engine.attention.kv_cache import free_bytes
 from ringserve.engine.errors import ModelLoadError, ModelNotFoundError, NotEnoughMemoryError
+from ringserve.engine.memory import free_bytes
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -11,8 +11,6 @@ from ringserve.server.chat.tool_parser import ToolFormat
 from ringserve.server.chat.tools import ToolUse
 from ringserve.server.workers import run_near
 
-TOOL_PARSERS = ("auto", *FORMATS, "none")
-REASONING_PARSERS = ("none", "think")
 _INLINE_MESSAGES = 256  # so many take about half a millisecond
 
 

@@ -22,7 +22,7 @@ from ringserve.server.api.render.chunks import (
     StreamIdentity,
 )
 from ringserve.server.api.render.echo import Echo, EchoChunks, PromptSource
-from ringserve.server.api.render.logprob_format import ChatLogprobs, CompletionLogprobs, TokenNames
+from ringserve.server.api.render.logprob_format import ChatLogprobs, CompletionLogprobs
 from ringserve.server.api.render.parsed_chunks import ParsedChunks, parsed_choice
 from ringserve.server.api.serving import Serving, StreamResponse, collect
 from ringserve.server.chat.parser import ChatParsing
@@ -34,6 +34,7 @@ from ringserve.server.http.deadline import deadline_s
 from ringserve.server.http.endpoint import Endpoint
 from ringserve.server.http.json_response import JsonResponse
 from ringserve.server.http.request_id import HEADER, request_id
+from ringserve.server.text.token_names import TokenNames
 from ringserve.server.workers import run_near
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from ringserve.server.chat.text_scanner import Reads, TextScanner
 
 MARKERS = ("<think>", "</think>")
+REASONING_PARSERS = ("none", "think")  # as --reasoning-parser names them
 
 
 class ReasoningText(NamedTuple):

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -12,7 +13,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ringserve.server.errors import RequestError, StartupError
+from ringserve.server.errors import RequestError, StartupError, shown
+from ringserve.server.text.tokenizer import read_json
 
 _STUMBLES = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError,
@@ -135,3 +137,47 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
+
+
+def load_chat_template(directory: Path, override: str | None, special_tokens: dict[str, str]) -> ChatTemplate | None:
+    """Return the model's chat template, or None if it has none.
+
+    Args:
+        directory: The model's.
+        override: A file's path, or Jinja source; wins over the model's own.
+        special_tokens: For the template to use.
+
+    Raises:
+        StartupError: If the template is missing or not valid.
+    """
+    source = _template_source(directory) if override is None else _override_source(override)
+    return None if source is None else ChatTemplate(source, special_tokens)
+
+
+def _template_source(directory: Path) -> str | None:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return _read_text(file)
+    template = read_json(directory / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):  # several named ones
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        path = directory / "tokenizer_config.json"
+        raise StartupError(f"chat_template in {path} is {shown(template)}: must be a text, or a list with a default")
+    return template
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise StartupError(f"{path} cannot be read as text: {exc}") from exc
+
+
+def _override_source(override: str) -> str:
+    if "{" in override:
+        return override
+    if not Path(override).is_file():
+        raise StartupError(f"--chat-template {override!r} is neither Jinja source nor a file")
+    return _read_text(Path(override))

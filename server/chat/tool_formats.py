@@ -117,6 +117,7 @@ FORMATS = {
         syntax=CallSyntax(opening="[TOOL_CALLS][", separator=", ", closing="]"),
     ),
 }
+TOOL_PARSERS = ("auto", *FORMATS, "none")  # as --tool-call-parser names them
 REQUIRED = ToolFormat(read=_read_required)  # a list of objects: what the grammar for tool_choice required allows
 NAMED = ToolFormat(read=_read_named)  # the arguments alone: what the grammar for a named function allows
 TEXT = ToolFormat(read=_read_text)  # no calls

@@ -9,14 +9,18 @@ import asyncio
 import io
 import logging
 from array import array
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
 from ringserve.server.errors import EngineGenerateError
 from ringserve.server.generation.outputs import CompletionOutput, OutputKind, RequestOutput
-from ringserve.server.http.sink import DeltaWriter, ScoredWriter
 from ringserve.shm_transport.records import DataContent
+
+DeltaWriter = Callable[[bytes], bool]  # writes one event, or returns False: not now
+# The same, of a token with logprobs: the ids and JSON numbers of its entries.
+ScoredWriter = Callable[[bytes, list[int], list[bytes]], bool]
 
 logger = logging.getLogger(__name__)
 

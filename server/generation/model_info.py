@@ -4,10 +4,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ringserve.server.chat.template import ChatTemplate
+from ringserve.server.chat.template import ChatTemplate, load_chat_template
 from ringserve.server.errors import RequestError, StartupError, shown
 from ringserve.server.generation.sampling_params import SamplingParams
-from ringserve.server.text.tokenizer import Tokenizer, load_chat_template, read_json
+from ringserve.server.text.tokenizer import Tokenizer, read_json
 from ringserve.shm_transport.records import Pooling
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")

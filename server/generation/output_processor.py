@@ -13,12 +13,11 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
-from ringserve.server.api.render.logprob_format import ScoredRows
 from ringserve.server.errors import EngineGenerateError
-from ringserve.server.generation.collector import RequestOutputCollector, output_error
+from ringserve.server.generation.collector import DeltaWriter, RequestOutputCollector, ScoredWriter, output_error
 from ringserve.server.generation.input_processor import ProcessedRequest
 from ringserve.server.generation.outputs import CompletionOutput, OutputKind, TokenLogprobs
-from ringserve.server.http.sink import DeltaWriter, ScoredWriter
+from ringserve.server.generation.scored_rows import ScoredRows
 from ringserve.server.telemetry.finished_sequence import FinishedSequence, FirstToken
 from ringserve.server.telemetry.metrics import Metrics
 from ringserve.server.text.detokenizer import Detokenizer

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from ringserve.server.api.render.sse import error_headers
 from ringserve.server.errors import ServerError
+from ringserve.server.http.sink import Headers
 
 
 class JsonResponse(Response):
@@ -23,3 +23,11 @@ def error_response(error: ServerError, extra_headers: dict[str, str] | None = No
     """Return the one shape that every error has."""
     headers = {name.decode(): value.decode() for name, value in error_headers(error)}
     return JsonResponse(error.body(), status_code=error.status, headers=headers | (extra_headers or {}))
+
+
+def error_headers(error: ServerError) -> Headers:
+    """Return the headers of an error response."""
+    headers: Headers = [(b"content-type", b"application/json")]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % error.retry_after_s))
+    return headers

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.utils import is_ssl
 
 from ringserve.server.errors import RequestError, ShuttingDownError
-from ringserve.server.http.sink import EXTENSION, DeltaWriter, Headers, until_disconnect
+from ringserve.server.http.sink import EXTENSION, FramedWriter, Headers, until_disconnect
 from ringserve.server.http.turns import Turns
 
 _MAX_HEAD_BYTES = 65_536
@@ -71,7 +71,7 @@ class TransportSink:
         if not self._transport.is_closing():
             self._transport.write(self._take_head() + self._chunk(data))
 
-    def framed(self, head: bytes, tail: bytes) -> DeltaWriter:
+    def framed(self, head: bytes, tail: bytes) -> FramedWriter:
         """Return a function that writes one chunk; everything that it needs is at hand: it runs once a token."""
         cycle, flow, is_closing, write = self._cycle, self._flow, self._transport.is_closing, self._transport.write
         num_framing = len(head) + len(tail)

@@ -13,10 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 EXTENSION = "ringserve.sink"
 
 Headers = list[tuple[bytes, bytes]]
-DeltaWriter = Callable[[bytes], bool]  # writes one event, or returns False: not now
-ScoredWriter = Callable[
-    [bytes, list[int], list[bytes]], bool
-]  # the same, of a token with logprobs: ids and JSON numbers
+FramedWriter = Callable[[bytes], bool]  # writes one event, or returns False: not now
 
 
 class Sink(Protocol):
@@ -40,7 +37,7 @@ class Sink(Protocol):
     def write(self, data: bytes) -> None:
         """Send body bytes."""
 
-    def framed(self, head: bytes, tail: bytes) -> DeltaWriter:
+    def framed(self, head: bytes, tail: bytes) -> FramedWriter:
         """Return a function that writes `head`, its argument and `tail`; it writes nothing while not `is_writable`."""
 
     def finish(self, data: bytes = b"") -> None:
@@ -81,7 +78,7 @@ class AsgiSink:
         self._messages.append({"type": "http.response.body", "body": data, "more_body": True})
         self._wake()
 
-    def framed(self, head: bytes, tail: bytes) -> DeltaWriter:
+    def framed(self, head: bytes, tail: bytes) -> FramedWriter:
         """Return a function that writes between `head` and `tail`."""
         messages, write = self._messages, self.write
 

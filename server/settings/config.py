@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ringserve.server.api.chat_settings import REASONING_PARSERS, TOOL_PARSERS
+from ringserve.server.chat.reasoning import REASONING_PARSERS
+from ringserve.server.chat.tool_formats import TOOL_PARSERS
 from ringserve.server.errors import StartupError, shown
 from ringserve.shm_transport.log_format import FORMATS
 from ringserve.shm_transport.strategies import STRATEGIES

@@ -6,10 +6,9 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from ringserve.server.api.render.logprob_format import TokenNames
-from ringserve.server.chat.template import ChatTemplate
-from ringserve.server.errors import RequestError, StartupError, shown
+from ringserve.server.errors import RequestError, StartupError
 from ringserve.server.text.detokenizer import Detokenizer, StreamDetokenizer, TableDetokenizer
+from ringserve.server.text.token_names import TokenNames
 from ringserve.server.text.token_table import make_tables
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -127,21 +126,6 @@ class Tokenizer:
         return StreamDetokenizer(self._library, prompt_token_ids, skip_special_tokens=skip_special_tokens, shown=shown)
 
 
-def load_chat_template(directory: Path, override: str | None, special_tokens: dict[str, str]) -> ChatTemplate | None:
-    """Return the model's chat template, or None if it has none.
-
-    Args:
-        directory: The model's.
-        override: A file's path, or Jinja source; wins over the model's own.
-        special_tokens: For the template to use.
-
-    Raises:
-        StartupError: If the template is missing or not valid.
-    """
-    source = _template_source(directory) if override is None else _override_source(override)
-    return None if source is None else ChatTemplate(source, special_tokens)
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, {} if there is no such file.
 
@@ -154,35 +138,6 @@ def read_json(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except msgspec.MsgspecError as exc:
         raise StartupError(f"{path} is not a JSON object: {exc}") from exc
-
-
-def _template_source(directory: Path) -> str | None:
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        return _read_text(file)
-    template = read_json(directory / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):  # several named ones
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        path = directory / "tokenizer_config.json"
-        raise StartupError(f"chat_template in {path} is {shown(template)}: must be a text, or a list with a default")
-    return template
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        raise StartupError(f"{path} cannot be read as text: {exc}") from exc
-
-
-def _override_source(override: str) -> str:
-    if "{" in override:
-        return override
-    if not Path(override).is_file():
-        raise StartupError(f"--chat-template {override!r} is neither Jinja source nor a file")
-    return _read_text(Path(override))
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 
 from ringserve.server.api.render.chunks import Shown, StreamIdentity, Usage
-from ringserve.server.api.render.logprob_format import PromptLogprobs, TokenNames
+from ringserve.server.api.render.logprob_format import PromptLogprobs
 from ringserve.server.generation.input_processor import ProcessedRequest
 from ringserve.server.generation.outputs import CompletionOutput, RequestOutput
+from ringserve.server.text.token_names import TokenNames
 
 ChoiceFormat = Callable[[CompletionOutput, Shown], dict[str, Any]]
 

@@ -1,80 +1,20 @@
 """How logprobs look in answers: each token's name and raw bytes by table, never decoded one by one."""
 
-import functools
-from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import add
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ringserve.server.generation.outputs import TokenLogprobs
-from ringserve.server.text.json_string import json_string
+from ringserve.server.generation.scored_rows import json_number, json_numbers
+from ringserve.server.text.token_names import TokenNames
 from ringserve.shm_transport.records import DataContent
-from ringserve.shm_transport.step_ring import Logprobs
 
-_FLOOR = -9999.0  # JSON has no -Infinity
 _COMPLETION_FORM = b'{"text_offset":[%b],"token_logprobs":[%b],"tokens":[%b],"top_logprobs":[%b]}'
 _encode = msgspec.json.encode
-V = TypeVar("V")
-
-
-class _Table(dict[int, V], Generic[V]):
-    """Token id -> something made once, when the id comes up."""
-
-    def __init__(self, make: Callable[[int], V]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, token_id: int) -> V:
-        value = self[token_id] = self._make(token_id)
-        return value
-
-
-class TokenNames:
-    """How tokens are shown, by id.
-
-    A token's name is its text, or "bytes:\\xf0\\x9f" where its bytes are no text on their own, as OpenAI writes it.
-
-    Args:
-        bytes_of: Returns a token's raw bytes.
-        as_ids: Name tokens `token_id:7`; their bytes stay.
-
-    Attributes:
-        strings: The name as a JSON string.
-        keys: The same and a colon.
-        heads: What comes before a logprob in a chat entry.
-        tails: What comes after it: the entry is still open.
-        num_characters: That begin in the token.
-    """
-
-    def __init__(self, bytes_of: Callable[[int], bytes], *, as_ids: bool = False) -> None:
-        def string(token_id: int) -> bytes:
-            return json_string(f"token_id:{token_id}" if as_ids else _text(bytes_of(token_id)))
-
-        self.strings = _Table(string)
-        self.keys = _Table(lambda token_id: self.strings[token_id] + b":")
-        self.heads = _Table(lambda token_id: b'{"token":%b,"logprob":' % self.strings[token_id])
-        self.tails = _Table(lambda token_id: b',"bytes":%b' % _encode(list(bytes_of(token_id))))
-        self.num_characters = _Table(lambda token_id: sum(byte & 0xC0 != 0x80 for byte in bytes_of(token_id)))
-
-
-class ScoredRows:
-    """A record's logprobs, and the same as JSON numbers, which are made for all rows at once when a stream needs them.
-
-    Attributes:
-        columns: The record's.
-    """
-
-    def __init__(self, columns: Logprobs) -> None:
-        self.columns = columns
-
-    @functools.cached_property
-    def numbers(self) -> list[bytes]:
-        """Like `columns.logprobs`."""
-        return _numbers(self.columns.logprobs)
 
 
 class ChatLogprobs:
@@ -93,7 +33,7 @@ class ChatLogprobs:
 
     def content_json(self, logprobs: TokenLogprobs) -> bytes:
         """Return the list of entries, one a token."""
-        token_ids, numbers = logprobs.token_ids, _numbers(logprobs.logprobs)
+        token_ids, numbers = logprobs.token_ids, json_numbers(logprobs.logprobs)
         return b"[%b]" % b",".join([self._entry(token_ids[token], numbers[token]) for token in _tokens(logprobs)])
 
     def _entry(self, token_ids: list[int], numbers: list[bytes]) -> bytes:
@@ -111,7 +51,7 @@ class CompletionLogprobs:
 
     def to_json(self, index: int, logprobs: TokenLogprobs) -> bytes:
         """Return the `logprobs` object."""
-        token_ids, numbers = logprobs.token_ids, _numbers(logprobs.logprobs)
+        token_ids, numbers = logprobs.token_ids, json_numbers(logprobs.logprobs)
         sampled = token_ids[:: logprobs.width]
         starts = [*accumulate(map(self._num_characters.__getitem__, sampled), initial=self._offsets.get(index, 0))]
         self._offsets[index] = starts.pop()
@@ -184,27 +124,5 @@ def _by_token_id(ids: list[int], values: list[float], rank: int, names: TokenNam
     ranks = [rank, *range(1, len(ids))]
     entries: dict[int, bytes] = {}
     for token_id, value, place in zip(ids, values, ranks, strict=True):
-        entries.setdefault(token_id, form % (token_id, _number(value), place, names.strings[token_id]))
+        entries.setdefault(token_id, form % (token_id, json_number(value), place, names.strings[token_id]))
     return b"{%b}" % b",".join(entries.values())
-
-
-def _numbers(values: Sequence[float | None]) -> list[bytes]:
-    """Return each as JSON; encoded at once they take a fifth of the time of `repr` for each."""
-    data = _encode(values)
-    # With None, NaN or an infinity there is a null.
-    if values and b"n" not in data and min(values) > _FLOOR:  # type: ignore[type-var, operator]
-        return data[1:-1].split(b",")
-    return [_number(value) for value in values]
-
-
-def _number(value: float | None) -> bytes:
-    if value is None:
-        return b"null"
-    return _encode(value) if value > _FLOOR else b"-9999.0"  # the comparison is false for NaN too
-
-
-def _text(data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -7,8 +7,10 @@ import msgspec
 
 from ringserve.server.api.render.chunks import ChunkFormat, DeltaFrame, Usage
 from ringserve.server.errors import ServerError
+from ringserve.server.generation.collector import DeltaWriter, ScoredWriter
 from ringserve.server.generation.outputs import CompletionOutput
-from ringserve.server.http.sink import DeltaWriter, Headers, ScoredWriter, Sink
+from ringserve.server.http.json_response import error_headers
+from ringserve.server.http.sink import Headers, Sink
 from ringserve.server.text.json_string import one_line
 
 SSE_HEADERS: Headers = [
@@ -181,11 +183,3 @@ class EventStream:
         if not self._is_open:
             self._open()
         self._sink.finish(data + self._ending.done)
-
-
-def error_headers(error: ServerError) -> Headers:
-    """Return the headers of an error response."""
-    headers: Headers = [(b"content-type", b"application/json")]
-    if error.retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % error.retry_after_s))
-    return headers

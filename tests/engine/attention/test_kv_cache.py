@@ -1,4 +1,3 @@
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -6,7 +5,7 @@ import pytest
 import torch
 
 from ringserve.engine.attention import kv_cache
-from ringserve.engine.attention.kv_cache import KVCache, LayerShape, choose_num_blocks, free_bytes
+from ringserve.engine.attention.kv_cache import KVCache, LayerShape, choose_num_blocks
 from ringserve.engine.errors import EngineConfigError, NotEnoughMemoryError
 
 CPU = torch.device("cpu")
@@ -81,31 +80,3 @@ def test_too_little_memory_names_what_is_needed_and_what_is_free(monkeypatch: py
         NotEnoughMemoryError, match=r"needs 98 MiB .* half of the free memory is 3 MiB: lower max_model"
     ):
         choose_num_blocks(None, **SIZES | {"token_bytes": 2**20, "max_model_len": 98})
-
-
-def test_no_more_memory_is_free_than_the_process_control_groups_have_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write(group: Path, limit: str, used: int) -> None:
-        group.mkdir(exist_ok=True)
-        (group / "memory.max").write_text(f"{limit}\n")
-        (group / "memory.current").write_text(f"{used}\n")
-        (group / "memory.stat").write_text("anon 1\ninactive_file 2000\nactive_file 4000\n")
-
-    groups, own = tmp_path / "groups", tmp_path / "own"
-    monkeypatch.setattr(kv_cache, "_GROUPS", groups)
-    monkeypatch.setattr(kv_cache, "_OWN_GROUP", own)
-    unlimited = free_bytes(CPU)
-    own.write_text("4:memory:/other\n0::/system/ringserve\n")
-    assert free_bytes(CPU) > unlimited // 2  # no such groups
-    write(groups, "max", 0)
-    write(groups / "system", "90000", 5000)
-    write(groups / "system" / "ringserve", "max", 5000)
-    assert free_bytes(CPU) == 87_000
-    write(groups / "system" / "ringserve", "30000", 5000)
-    assert free_bytes(CPU) == 27_000
-    write(groups / "system" / "ringserve", "30000", 33_000)
-    assert free_bytes(CPU) == 0
-    own.write_text("0::/\n")  # as a container sees it
-    write(groups, "50000", 5000)
-    assert free_bytes(CPU) == 47_000

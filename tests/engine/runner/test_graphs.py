@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from ringserve.engine.attention.model_inputs import fill_in, send, upload
+from ringserve.engine.attention.model_inputs import fill_in, upload
 from ringserve.engine.runner.graphs import Views, bucket_sizes, choose_bucket, is_plain_decode, lay_out
 from ringserve.engine.schedule.batch import Batch, ChunkSpan
+from ringserve.engine.transfer import send
 
 CPU = torch.device("cpu")
 

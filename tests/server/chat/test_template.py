@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from ringserve.server.chat.template import ChatPrompt, ChatTemplate
+from ringserve.server.chat.template import ChatPrompt, ChatTemplate, load_chat_template
 from ringserve.server.errors import RequestError, StartupError
 from ringserve.server.settings import model_path
-from ringserve.server.text.tokenizer import load_chat_template
 
 USER = {"role": "user", "content": "Hi"}
 CHATS: list[list[dict[str, Any]]] = [
@@ -148,7 +147,7 @@ def test_the_template_is_taken_from_the_configuration_and_a_file_beside_it_wins(
 def test_a_template_is_read_as_utf_8_whatever_the_locale(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("é", encoding="utf-8")
     code = (
-        "import pathlib, sys; from ringserve.server.text.tokenizer import load_chat_template as load; "
+        "import pathlib, sys; from ringserve.server.chat.template import load_chat_template as load; "
         "print(load(pathlib.Path(sys.argv[1]), None, {}).source == chr(233))"
     )
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

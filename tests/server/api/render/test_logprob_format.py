@@ -3,8 +3,9 @@ from typing import Any
 
 import numpy as np
 
-from ringserve.server.api.render.logprob_format import ChatLogprobs, CompletionLogprobs, PromptLogprobs, TokenNames
+from ringserve.server.api.render.logprob_format import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 from ringserve.server.generation.outputs import TokenLogprobs
+from ringserve.server.text.token_names import TokenNames
 from ringserve.shm_transport.records import DataContent
 
 BYTES = {

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from ringserve.server.api.render.chunks import ChatChunks, CompletionChunks, Shown, StreamIdentity
 from ringserve.server.api.render.logprob_format import ChatLogprobs, CompletionLogprobs
 from ringserve.server.api.render.sse import DONE, EventStream
+from ringserve.server.generation.collector import DeltaWriter
 from ringserve.server.generation.outputs import OutputKind
 from ringserve.server.generation.sampling_params import SamplingParams
-from ringserve.server.http.sink import DeltaWriter, Headers
+from ringserve.server.http.sink import Headers
 from ringserve.shm_transport.records import FinishReason
 from tests.server.generation.test_token_cases import Bench, TinyTokenizer
 

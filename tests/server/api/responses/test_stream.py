@@ -7,7 +7,7 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from ringserve.server.api.render.logprob_format import ChatLogprobs, TokenNames
+from ringserve.server.api.render.logprob_format import ChatLogprobs
 from ringserve.server.api.responses.protocol import ResponseRequest
 from ringserve.server.api.responses.stream import PlainParser, ResponseEvents, TextParser
 from ringserve.server.chat.parser import ChatDelta, ChatParsing
@@ -16,6 +16,7 @@ from ringserve.server.chat.tool_parser import ToolCallDelta
 from ringserve.server.errors import EngineGenerateError
 from ringserve.server.generation.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from ringserve.server.generation.sampling_params import SamplingParams
+from ringserve.server.text.token_names import TokenNames
 
 HEAD = {"id": "resp_1", "object": "response", "created_at": 1, "model": "m", "store": True}
 EVENT = TypeAdapter(ResponseStreamEvent)
