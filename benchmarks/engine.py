@@ -9,10 +9,13 @@ five minutes.
 """
 
 import argparse
+import contextlib
+import functools
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +25,10 @@ from rich.progress import Progress
 
 from benchmarks import report
 from benchmarks.engine_paths import (
+    DEFAULT_THREADS,
     NUM_STEPS,
     PROMPT_TOKENS,
+    SIZES,
     ContinuousBatchingPath,
     EnginePath,
     GeneratePath,
@@ -36,6 +41,7 @@ from benchmarks.engine_paths import (
     medians_of,
 )
 from benchmarks.report import Target
+from ringserve.engine.weights.default_model import default_model_directory
 
 GENERATE, CONTINUOUS = "generate()", "continuous batching"
 ENGINE, BF16, HF = "engine", "engine bf16", "engine hf runner"
@@ -121,6 +127,24 @@ def at_most(name: str, values: list[float], accept: float, aim: float) -> list[T
     """Return the two targets of a figure that is better when it is small."""
     median = statistics.median(values)
     return [Target(name, median, accept), Target(f"{name}_aim", median, aim)]
+
+
+@contextlib.contextmanager
+def open_cells() -> Iterator[dict[str, Callable[[], dict[str, float]]]]:
+    """Yield the engine's decode steps, a cold prompt and a long prompt beside 8 streams, for benchmarks.compare."""
+    engine, rng = EnginePath(str(default_model_directory()), DEFAULT_THREADS), np.random.default_rng(0)
+
+    def decode(size: int) -> dict[str, float]:
+        prompts = make_prompts(rng, size, PROMPT_TOKENS)
+        return {"step_ms": statistics.median(engine.decode_steps_ms(prompts, NUM_STEPS))}
+
+    def prefill() -> dict[str, float]:
+        return {"first_token_ms": engine.first_token_ms(make_prompts(rng, 1, PREFIX_TOKENS)[0])}
+
+    yield {f"decode {size}": functools.partial(decode, size) for size in SIZES} | {
+        "prefill": prefill,
+        "longest step beside a prefill": lambda: {"quiet_steps": measure_gap(engine, rng)},
+    }
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ SIZES = (1, 8, 32)  # requests at once
 NUM_STEPS = 6  # of a round
 PROMPT_TOKENS = 128
 MAX_MODEL_LEN = 2048
+DEFAULT_THREADS = max(1, len(os.sched_getaffinity(0)) - 1)
 _LOW, _HIGH = 1000, 40_000  # token ids of the made-up prompts: no special ones
 
 Prompts = Sequence[NDArray[np.int32]]
@@ -56,7 +57,7 @@ class GenerationPath(Protocol):
 def add_arguments(parser: argparse.ArgumentParser, *, model_help: str) -> None:
     """Add what says which model runs, and on how many threads."""
     parser.add_argument("--model", default=str(default_model_directory()), metavar="DIRECTORY", help=model_help)
-    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), metavar="N")
+    parser.add_argument("--threads", type=int, default=DEFAULT_THREADS, metavar="N")
 
 
 def measure_decode(

@@ -28,7 +28,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,7 @@ class Bench:
     """The processes of a run.
 
     Attributes:
+        client: The load client.
         skipped: Cells that the server refused, and its words.
     """
 
@@ -174,7 +175,7 @@ class Bench:
         doorbell = posix_ipc.Semaphore(None, posix_ipc.O_CREX, initial_value=0)
         stack.callback(doorbell.unlink)
         self._doorbell = doorbell.name
-        self._client = client
+        self.client = client
         start = functools.partial(SyntheticServer, folder)
         self.servers = {
             ("server", "lockstep"): start(is_lockstep=True),
@@ -208,10 +209,23 @@ class Bench:
             check_lockstep(steps, long)
         samples.add(cell, short, long, added_ms(steps, long, cell.num_streams) if is_timed else [])
 
+    def round(self, cell: Cell) -> dict[str, float]:
+        """Run one short round of a cell; return its figures, all better when smaller.
+
+        Raises:
+            RuntimeError: If the server refuses it.
+        """
+        samples = Samples(num_tokens_of(cell, is_quick=True), cell.num_streams)
+        self.measure(cell, samples)
+        if cell in self.skipped:
+            raise RuntimeError(f"the server refuses {cell}: {self.skipped[cell]}")
+        figures = {"token_us": samples.token_us[0], "request_us": samples.request_us[0]}
+        return figures | ({"added_ms_p50": statistics.median(samples.added_ms)} if cell.pacing[0].isdigit() else {})
+
     def run(self, cell: Cell, num_tokens: int) -> Outcome:
         """Run a cell's load once."""
-        self._client.start(self.load(cell, num_tokens))
-        return self._client.result()
+        self.client.start(self.load(cell, num_tokens))
+        return self.client.result()
 
     def load(self, cell: Cell, num_tokens: int) -> Load:
         """Return a cell's load, with so many tokens for each stream."""
@@ -432,18 +446,31 @@ def measure(
     return {cell: figures for cell, figures in samples.items() if cell not in bench.skipped}
 
 
+@contextlib.contextmanager
+def open_cells() -> Iterator[dict[str, Callable[[], dict[str, float]]]]:
+    """Yield the server's target cells, for benchmarks.compare."""
+    with contextlib.ExitStack() as stack:
+        bench = open_bench(stack)
+        cells = [cell for cell in QUICK_CELLS if cell.subject == "server"]
+        yield {" ".join(map(str, astuple(cell))).rstrip(): functools.partial(bench.round, cell) for cell in cells}
+
+
+def open_bench(stack: contextlib.ExitStack) -> "Bench":
+    """Start a run's processes; `stack` ends them."""
+    client = LoadClient()
+    stack.callback(client.close)
+    pin(os.getpid(), cores()[1])
+    return Bench(client, Path(stack.enter_context(tempfile.TemporaryDirectory())), stack)
+
+
 def main() -> None:
     """Run, print, and save."""
     options = report.parse_arguments(argparse.ArgumentParser(description=__doc__), "output_path")
     cells, num_rounds = (QUICK_CELLS, 3) if options.quick else (CELLS, 7)
     console = Console()
     with contextlib.ExitStack() as stack:
-        client = LoadClient()
-        stack.callback(client.close)
-        pin(os.getpid(), cores()[1])
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bench = Bench(client, folder, stack)
-        limits = output_path_limits.Limits(client, bench.servers["server", f"{STEP_MS} ms"])
+        bench = open_bench(stack)
+        limits = output_path_limits.Limits(bench.client, bench.servers["server", f"{STEP_MS} ms"])
         memory = limits.measure_memory(bench.load(Cell("server", f"{STEP_MS} ms", 256), 50))
         with Progress(console=console) as progress:
             samples = measure(bench, cells, num_rounds, options.quick, progress)

@@ -12,6 +12,7 @@ Python values; reader: all of the consumer's process.
 """
 
 import argparse
+import asyncio
 import contextlib
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -217,6 +219,23 @@ def open_paths(names: tuple[str, ...], cells: tuple[Cell, ...]) -> Iterator[dict
         finally:
             for path in paths.values():
                 path.close()
+
+
+@contextlib.contextmanager
+def open_cells() -> Iterator[dict[str, Callable[[], dict[str, float]]]]:
+    """Yield the ring's target cells, for benchmarks.compare."""
+    names = [name for name in QUICK_PATHS if name != ZMQ]
+    with open_paths(tuple(names), QUICK_CELLS) as paths, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+
+        def measure_round(route: Route) -> dict[str, float]:
+            samples = Samples()
+            runner.run(route.run(180, 5, samples))
+            return {
+                "p50_us": samples.round_p50_us[0], "send_cpu_us": samples.send_cpu_us[0],
+                "decode_cpu_us": statistics.median(samples.decode_cpu_us),
+            }  # fmt: skip
+
+        yield {f"{name} {cell.num_rows} rows": partial(measure_round, route) for (name, cell), route in paths.items()}
 
 
 def targets_of(samples: dict[tuple[str, Cell, int], Samples], is_full: bool) -> list[Target]:

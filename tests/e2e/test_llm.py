@@ -329,7 +329,7 @@ LLM(dtype="float32")
     assert loading.stdout is not None
     assert loading.stdout.readline() == "loading\n"
     children = Path(f"/proc/{loading.pid}/task/{loading.pid}/children")
-    wait(lambda: any("-m\0engine\0{" in command_of(pid) for pid in children.read_text().split()), 60)
+    wait(lambda: any("-m\0ringserve.engine\0{" in command_of(pid) for pid in children.read_text().split()), 60)
     (engine_pid,) = map(int, children.read_text().split())
     loading.send_signal(signal.SIGINT)
     _, err = loading.communicate(timeout=30)
