@@ -1,10 +1,7 @@
-"""Fixtures that several folders share, and the turns of tests that need the machine for themselves."""
+"""Fixtures that several folders share."""
 
-import contextlib
-import fcntl
 import os
-from collections.abc import Generator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,30 +14,6 @@ SMALL = RingConfig(
 )
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch in a worker, before it is imported: workers share the cores
-
-# Files that are there anyway, locked by the workers of a run.
-ROOM = Path(__file__)
-DOOR = Path(__file__).parent
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Run a test that is marked `alone` while the other workers are between two tests; their idle servers stay."""
-    kind = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
-    with contextlib.ExitStack() as stay:
-        with _locked(DOOR, fcntl.LOCK_EX):  # who waits for the room keeps the others out, so that it does empty
-            stay.enter_context(_locked(ROOM, kind))
-        return (yield)
-
-
-@contextlib.contextmanager
-def _locked(path: Path, kind: int) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, kind)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The rooms of server/ and engine/ have an order: a module imports from its own room and from those below, never up."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,3 +99,15 @@ def test_every_room_is_there_and_has_a_place() -> None:
             path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
         }
         assert top - {"__init__"} == {room.partition("/")[0] for room in rooms}
+
+
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_every_file_that_a_document_names_is_there(document: str) -> None:
+    text = (ROOT / document).read_text().replace("\\_", "_")
+    named = set(re.findall(r"[\w/]+\.(?:py|c)\b", text))
+    assert len(named) > 50
+    folders = [ROOT, *(ROOT / top for top in ("server", "engine", "shm_transport"))]
+    bare = {path.name for top in folders[1:] for path in top.rglob("*.py")}
+    assert {
+        name for name in named if name not in bare and not any((folder / name).exists() for folder in folders)
+    } == set()

@@ -187,7 +187,6 @@ def test_an_engine_that_dies_fails_the_whole_request(start_server, wait) -> None
     assert server.wait(30) == 1
 
 
-@pytest.mark.alone
 def test_2048_inputs_never_hold_the_loop(start_server) -> None:
     """As large as an answer gets: 2048 rows of 1024 numbers. Health checks go on in between."""
     server = start_server("--engine", "synthetic", "--embedding-size", "1024")

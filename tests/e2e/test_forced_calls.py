@@ -30,7 +30,7 @@ class Person(pydantic.BaseModel):
 MODELS: dict[str, type[pydantic.BaseModel]] = {"get_weather": Weather, "add_person": Person}
 TOOLS: list[Any] = [openai.pydantic_function_tool(model, name=name) for name, model in MODELS.items()]
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
-SEEDS = range(1, 4)
+SEEDS = range(1, 3)
 
 
 @pytest.fixture

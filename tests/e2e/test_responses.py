@@ -286,7 +286,6 @@ def test_the_request_id_comes_back_and_is_not_the_responses(synthetic, is_stream
     assert "mine" not in answer.text
 
 
-@pytest.mark.alone
 def test_a_long_conversation_does_not_hold_the_others_up(synthetic) -> None:
     body = {"input": [{"role": "user", "content": "a"}] * 60_000, "max_output_tokens": 1}
     response, _ = post_beside_health_checks(synthetic, "/v1/responses", body)

@@ -87,7 +87,6 @@ def test_nothing_is_a_text_too(synthetic) -> None:
     assert synthetic.post("/detokenize", tokens=[]).json() == {"prompt": ""}
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/v1/embeddings"])
 def test_a_long_text_never_holds_the_loop(synthetic, path) -> None:
     """A text that takes the tokenizer a second; health checks go on in between."""

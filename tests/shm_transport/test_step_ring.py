@@ -103,7 +103,7 @@ def steps(draw: st.DrawFn) -> Step:
     )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=30)
 @given(steps())
 def test_a_step_of_any_size_arrives_whole_in_several_records(step: Step) -> None:
     config = RingConfig(num_step_slots=512, max_rows=8, max_tokens=16, max_logprob_entries=64)
@@ -183,7 +183,7 @@ def test_a_damaged_header_is_an_error_and_the_slot_is_given_back(
     assert step_segment.free.value == step_segment.header.num_slots
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.binary(min_size=128, max_size=600))
 def test_random_bytes_in_a_slot_are_an_error_or_a_record_never_a_crash(garbage: bytes) -> None:
     config = RingConfig(num_step_slots=1, max_rows=8, max_tokens=16, max_logprob_entries=64)

@@ -42,7 +42,7 @@ def test_requests_whose_blocks_and_model_were_taken_get_the_tokens_of_undisturbe
         expected[handle] = expected[handle + 10] = tiny.generate(prompt, 12)
         driver.add(handle, prompt, max_tokens=12, forks=(Fork(handle + 10, 0),))
     driver.step()
-    for num_steps in (1, 2, 3, 2):
+    for num_steps in (1, 3):
         for _ in range(num_steps):
             driver.step()
         assert core.reset_prefix_cache(preempts=False) is False
@@ -54,7 +54,7 @@ def test_requests_whose_blocks_and_model_were_taken_get_the_tokens_of_undisturbe
         core.restore("weights")
     driver.run()
     assert driver.tokens == expected
-    assert core.idle_step().num_preemptions > 4
+    assert core.idle_step().num_preemptions > 2
 
 
 @pytest.mark.parametrize("runner", ["fused", "hf"])

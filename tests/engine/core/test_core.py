@@ -181,9 +181,9 @@ def test_default_model_in_fp32_equals_generate(make_driver: MakeDriver) -> None:
     wanted = {}
     for handle, text in enumerate(texts):
         ids = tokenizer(text, return_tensors="pt")
-        out = model.generate(**ids, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
+        out = model.generate(**ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
         wanted[handle] = out[0, ids["input_ids"].shape[1] :].tolist()
-        driver.add(handle, ids["input_ids"][0].tolist(), max_tokens=10)
+        driver.add(handle, ids["input_ids"][0].tolist(), max_tokens=6)
         driver.step()  # each joins one step later
     driver.run()
     assert driver.tokens == wanted

@@ -57,7 +57,7 @@ def support(logits: np.ndarray, **params: Any) -> set[int]:
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     size=st.sampled_from([2, 7, 128, 129, 300, 1500]),
@@ -106,7 +106,7 @@ def test_draws_follow_the_filtered_distribution(params: dict[str, float], size: 
     assert chi_square < freedom + 4 * np.sqrt(2 * freedom)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     size=st.sampled_from([30, 500]),

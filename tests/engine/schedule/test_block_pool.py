@@ -169,5 +169,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert not set(self.pool._blank) & set(indexed)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestPoolMachine = PoolMachine.TestCase

@@ -599,5 +599,5 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.pool.num_used == 0
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase

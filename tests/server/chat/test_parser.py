@@ -229,7 +229,7 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     form=st.sampled_from(["hermes", "llama3_json", "mistral", "required", "text"]),
     reasoning=st.sampled_from([None, False, True]),
@@ -261,7 +261,7 @@ ARGUMENTS = st.dictionaries(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(arguments=st.lists(ARGUMENTS, min_size=1, max_size=3), indent=st.sampled_from([None, 2]), ascii_=st.booleans())
 @pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral", "mistral array", "required"])
 def test_valid_arguments_arrive_as_they_were_written(

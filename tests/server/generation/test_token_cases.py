@@ -398,7 +398,7 @@ def requests(draw: st.DrawFn) -> tuple[TinyTokenizer, list[Piece], list[Piece], 
     return tokenizer, prompt, pieces, params
 
 
-@settings(deadline=None, derandomize=True, max_examples=400)
+@settings(deadline=None, derandomize=True, max_examples=120)
 @given(requests())
 def test_random_pieces_give_the_oracles_text(
     request_: tuple[TinyTokenizer, list[Piece], list[Piece], SamplingParams],
@@ -409,7 +409,7 @@ def test_random_pieces_give_the_oracles_text(
     assert seen == expected_output(tokenizer, prompt, pieces, params)
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(deadline=None, derandomize=True, max_examples=40)
 @given(st.text(min_size=1, max_size=5), st.data())
 @example("👩‍👩‍👧", None)
 def test_text_cut_into_tokens_anywhere_comes_out_whole(text: str, data: st.DataObject | None) -> None:

@@ -62,7 +62,7 @@ def outputs(draw: st.DrawFn) -> tuple[list[str], tuple[str, ...]]:
     return pieces, tuple(stops)
 
 
-@settings(deadline=None, derandomize=True, max_examples=2000)
+@settings(deadline=None, derandomize=True, max_examples=600)
 @given(outputs(), st.booleans(), st.sampled_from([0, 0, 1, 2, 5, 99]))
 @example((["a", "a", "a", "b"], ("aab",)), False, 0)
 @example((["aaab"], ("aab",)), False, 0)
@@ -75,7 +75,7 @@ def test_the_stop_that_completes_first_ends_the_text(
     assert ended == reference(pieces, stops, include, min_tokens)
 
 
-@settings(deadline=None, derandomize=True, max_examples=1000)
+@settings(deadline=None, derandomize=True, max_examples=300)
 @given(outputs(), st.sampled_from([0, 0, 1, 3]))
 def test_only_the_longest_beginning_of_a_stop_is_held_back(
     output: tuple[list[str], tuple[str, ...]], min_tokens: int
@@ -87,7 +87,7 @@ def test_only_the_longest_beginning_of_a_stop_is_held_back(
         assert "".join(sent[:n]) == text[: len(text) - longest_beginning(text, stops)]
 
 
-@settings(deadline=None, derandomize=True, max_examples=500)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(outputs())
 def test_nothing_is_held_back_when_the_stop_string_is_included(output: tuple[list[str], tuple[str, ...]]) -> None:
     pieces, stops = output
@@ -96,7 +96,7 @@ def test_nothing_is_held_back_when_the_stop_string_is_included(output: tuple[lis
         assert "".join(sent[:n]) == "".join(pieces[:n])
 
 
-@settings(deadline=None, derandomize=True, max_examples=500)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(outputs(), st.booleans(), st.data())
 def test_the_grouping_of_the_text_does_not_matter(
     output: tuple[list[str], tuple[str, ...]], include: bool, data: st.DataObject
