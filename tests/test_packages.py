@@ -3,17 +3,24 @@
 import ast
 import importlib.util
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
+import httpx
 import pytest
 
 from ringserve.server.generation.engine_process import EngineProcess
 from ringserve.server.settings.config import ServeConfig
 from ringserve.shm_transport.config import RingConfig
+from tests.conftest import wrongly_named
+from tests.e2e.conftest import LEASH
 
+ROOT = Path(__file__).parents[1]
 PACKAGES = ["ringserve.shm_transport", "ringserve.engine", "ringserve.server"]
 MAY_NOT_IMPORT = {
     "ringserve.shm_transport": {"ringserve.engine", "ringserve.server"},
@@ -84,6 +91,49 @@ def test_the_rings_need_nothing_of_a_server_or_a_model() -> None:
     loaded = set(run_python(f"import sys, {', '.join(modules)}\nprint(*sys.modules)").split())
     assert not loaded & {"torch", "transformers", "starlette", "uvicorn", "tokenizers"}
     assert not loaded & {"ringserve.engine", "ringserve.server"}
+
+
+def test_a_file_that_is_imported_under_a_second_name_is_found() -> None:
+    first, second = ModuleType("ringserve.server.errors"), ModuleType("server.errors")
+    first.__file__, second.__file__ = str(ROOT / "ringserve/server/errors.py"), str(ROOT / "server/errors.py")
+    assert wrongly_named({"ringserve.server.errors": first}) == []
+    assert wrongly_named({"server.errors": second}) == ["server.errors"]
+    assert wrongly_named({"again": first, "ringserve.server.errors": first}) == ["again", "ringserve.server.errors"]
+
+
+def test_an_installed_wheel_serves_beside_files_of_the_users_with_our_names(tmp_path: Path) -> None:
+    source, site, home = tmp_path / "source", tmp_path / "site", tmp_path / "home"
+    for top in ("ringserve", "server", "engine", "shm_transport"):
+        shutil.copytree(ROOT / top, source / top, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    options = ["--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "wheel", *options, "--wheel-dir", str(tmp_path), str(source)], check=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", *options, "--target", str(site), str(wheel)], check=True, timeout=120)
+    assert {path.name for path in site.iterdir()} - {"bin"} == {"ringserve", f"{wheel.name.split('-py3')[0]}.dist-info"}
+    for name in ("server.py", "ringserve.py", "engine/__init__.py", "shm_transport.py"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text("raise SystemExit('a file of the user was imported')")
+    server = subprocess.Popen(
+        [*LEASH, str(site / "bin" / "ringserve"), "serve", "--engine", "synthetic", "--port", "0"],
+        cwd=home, env=os.environ | {"PYTHONPATH": str(site)}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert server.stdout is not None
+    address = re.search(r"http://[\d.]+:\d+", server.stdout.readline())
+    assert address is not None
+    body = {"prompt": "a", "max_tokens": 4}
+    assert httpx.post(f"{address[0]}/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
+    (engine,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    for pid in (server.pid, engine):
+        assert str(site) in Path(f"/proc/{pid}/environ").read_text()
+    server.terminate()
+    server.communicate(timeout=30)
+    assert server.returncode == 0
+    code = "import ringserve.engine, ringserve.server.llm as llm; print(llm.__file__)"
+    where = subprocess.check_output([sys.executable, "-P", "-c", code], text=True, env={"PYTHONPATH": str(site)})
+    assert Path(where).is_relative_to(site)
 
 
 def test_a_synthetic_engine_process_does_not_load_torch(tmp_path: Path) -> None:
