@@ -17,6 +17,9 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --co
 serve: $(VENV)/.serve-installed
 	@$(BIN)/ringserve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
+# Where a machine sets this, each of the hundred servers that tests start would compile its modules anew.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 test: pull
 	$(BIN)/python -m pytest $(PARALLEL)
 
