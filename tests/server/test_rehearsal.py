@@ -56,7 +56,7 @@ async def test_what_a_rehearsal_keeps_is_bounded(llm: AsyncLLM, monkeypatch: pyt
 
 
 async def test_steps_are_rehearsed_and_no_figure_shows_it(llm: AsyncLLM) -> None:
-    if not has_spare_core(llm._pipe.engine.process.pid):
+    if not has_spare_core(llm._reader.engine.process.pid):
         pytest.skip("the reader waits awake only where it has a core to spare: this machine has one")
     async with rehearsals(llm) as made:
         assert made is not None

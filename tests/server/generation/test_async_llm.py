@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from ringserve.server.errors import EngineDeadError, EngineGenerateError, OverloadedError, RequestError, ServerError
-from ringserve.server.generation.async_llm import AsyncLLM, _take_message
+from ringserve.server.generation.async_llm import AsyncLLM
 from ringserve.server.generation.collector import RequestOutputCollector
 from ringserve.server.generation.engine_process import EngineProcess
 from ringserve.server.generation.input_processor import EncodeRequest, GenerateRequest, InputProcessor, ProcessedRequest
@@ -396,8 +396,8 @@ async def test_the_siblings_of_a_sequence_that_failed_leave_the_engine(start: St
     llm = start(**SLOW)
     collector = llm.submit(await llm.input_processor.process(request(n=3, **ENDLESS)))
     await until(lambda: llm.load.num_running == 3)
-    handle = next(state.handle for state in llm._pipe.outputs._states if state is not None)
-    _take_message(llm._pipe, Message(RecordKind.ERROR, struct.pack("<Q", handle) + b"it failed"))
+    handle = next(state.handle for state in llm._reader.outputs._states if state is not None)
+    llm._reader._take_message(Message(RecordKind.ERROR, struct.pack("<Q", handle) + b"it failed"))
     _, error = await drain(collector.get)
     assert str(error) == "it failed"
     assert llm.num_live == 0
@@ -421,26 +421,26 @@ async def test_a_grammar_that_the_engine_refuses_is_the_requests_fault_and_named
 async def test_other_refusals_name_no_field_and_late_ones_nobody(start: Starter) -> None:
     llm = start(**SLOW)
     collector = llm.submit(await llm.input_processor.process(request(**ENDLESS)))
-    (handle,) = [state.handle for state in llm._pipe.outputs._states if state is not None]
+    (handle,) = [state.handle for state in llm._reader.outputs._states if state is not None]
     refusal = Message(RecordKind.REFUSAL, struct.pack("<Q", handle) + b"there is no such adapter")
-    _take_message(llm._pipe, refusal)
+    llm._reader._take_message(refusal)
     _, error = await drain(collector.get)
     assert isinstance(error, RequestError)
     assert (str(error), error.param) == ("there is no such adapter", None)
-    _take_message(llm._pipe, refusal)
+    llm._reader._take_message(refusal)
     assert llm.is_running
 
 
 async def test_data_of_the_engine_is_kept_with_its_request_and_dropped_once_that_is_gone(start: Starter) -> None:
     llm = start(**SLOW)
     collector = llm.submit(await llm.input_processor.process(request(**ENDLESS)))
-    (handle,) = [state.handle for state in llm._pipe.outputs._states if state is not None]
+    (handle,) = [state.handle for state in llm._reader.outputs._states if state is not None]
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     body = Data(handle=handle, content=DataContent.PROMPT_LOGPROBS, array=array).encode()
-    _take_message(llm._pipe, Message(RecordKind.DATA, body))
+    llm._reader._take_message(Message(RecordKind.DATA, body))
     np.testing.assert_array_equal(collector.arrays[DataContent.PROMPT_LOGPROBS], array)
     llm.release(collector)
-    _take_message(llm._pipe, Message(RecordKind.DATA, body))
+    llm._reader._take_message(Message(RecordKind.DATA, body))
     assert llm.is_running
 
 
@@ -705,7 +705,7 @@ async def test_an_invalid_encode_is_refused(start: Starter) -> None:
 
 def test_from_config_starts_an_engine_that_ends_with_it() -> None:
     llm = AsyncLLM.from_config(ServeConfig(engine="synthetic", max_model_len=500, pooling="mean"))
-    pid = llm._pipe.engine.process.pid
+    pid = llm._reader.engine.process.pid
     assert (llm.model.max_model_len, llm.model.pooling, llm.model.embedding_size) == (500, Pooling.MEAN, 64)
     assert asyncio.run(text_of(llm, request())).startswith("Alice")
     llm.close()
@@ -782,7 +782,7 @@ async def test_every_step_ends_with_a_turn_of_the_others(start: Starter, monkeyp
     llm.start()
     collector = llm.submit(await llm.input_processor.process(request(max_tokens=20)))
     block_until(lambda: start.engines[0].reader.consumer.num_pending >= 20)
-    turns = Turns(llm._pipe.outputs, monkeypatch)
+    turns = Turns(llm._reader.outputs, monkeypatch)
     heart = asyncio.create_task(turns.beat())
     while not (await collector.get()).finished:
         pass
@@ -792,7 +792,7 @@ async def test_every_step_ends_with_a_turn_of_the_others(start: Starter, monkeyp
 
 async def test_300_requests_at_once_do_not_starve_the_others(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = start()
-    turns = Turns(llm._pipe.outputs, monkeypatch)
+    turns = Turns(llm._reader.outputs, monkeypatch)
     heart = asyncio.create_task(turns.beat())
     results = await asyncio.gather(*(text_of(llm, request(str(n), max_tokens=20)) for n in range(300)))
     heart.cancel()

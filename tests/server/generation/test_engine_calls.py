@@ -128,14 +128,14 @@ def test_no_call_is_left_pending_when_the_engine_goes(llm: AsyncLLM, how: str) -
         while not await llm.is_paused():
             await asyncio.sleep(0)
         if how == "kill":
-            os.kill(llm._pipe.engine.process.pid, signal.SIGKILL)
+            os.kill(llm._reader.engine.process.pid, signal.SIGKILL)
         else:
             await llm.shutdown()
         for error in await asyncio.gather(*calls, running, return_exceptions=True):
             assert isinstance(error, EngineDeadError)
         with pytest.raises(ServerError):
             await llm.is_paused()
-        assert llm._pipe.calls._pending == {}
+        assert llm._reader.calls._pending == {}
 
     run(test)
 
@@ -150,6 +150,6 @@ def test_a_call_that_nobody_waits_for_any_more_is_carried_out_and_forgotten(llm:
         pausing.cancel()
         assert await running == ("length", 100)
         assert await llm.is_paused()
-        assert llm._pipe.calls._pending == {}
+        assert llm._reader.calls._pending == {}
 
     run(test)
