@@ -50,9 +50,10 @@ class Tree:
     """One tree's benchmark, at rest until it is told to measure."""
 
     def __init__(self, root: Path, benchmark: str) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # what its servers say, of interest if it fails
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER), benchmark], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=root, env=os.environ | {"PYTHONPATH": str(root)},
+            stderr=self._log, cwd=root, env=os.environ | {"PYTHONPATH": str(root)},
             preexec_fn=functools.partial(process.die_with_parent, os.getpid()),  # no threads yet
         )  # fmt: skip
         self.root = root
@@ -79,11 +80,13 @@ class Tree:
             self._process.stdin.close()
         self._process.wait(60)
         self._process.stdout.close()
+        self._log.close()
 
     def _read(self) -> Any:
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
-            raise SystemExit(f"the benchmark of {self.root} has failed, its error stands above")
+            self._log.seek(0)
+            raise SystemExit(f"the benchmark of {self.root} has failed:\n{self._log.read()[-4000:]}")
         return json.loads(line)
 
 
