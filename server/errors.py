@@ -1,9 +1,10 @@
-"""Errors of the front end, named by whose fault they are. Each knows its HTTP status and OpenAI error type.
+"""Errors of the front end, named by whose fault they are. Each knows its HTTP status, OpenAI error type and code.
 
 ServerError
 ├── RequestError (ValueError)     the client's fault: 400
 │   ├── AuthenticationError           401 + WWW-Authenticate
 │   ├── NotFoundError                 404
+│   │   └── ModelNotFoundError            the model is not one of those that are served
 │   ├── MethodNotAllowedError         405
 │   └── BodyTooLargeError             413
 ├── OverloadedError               503 + Retry-After
@@ -19,6 +20,10 @@ ServerError
 """
 
 import reprlib
+from typing import Literal
+
+# What `error.code` may be beside null: those of OpenAI's that clients look for. docs/conformance.md says when each is.
+ErrorCode = Literal["invalid_api_key", "model_not_found", "rate_limit_exceeded", "server_error"]
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
@@ -36,12 +41,14 @@ class ServerError(Exception):
     Attributes:
         status: HTTP status.
         type: OpenAI's `error.type`.
+        code: OpenAI's `error.code`; None: there is nothing to know beside the status and the type.
         param: Name of the request field at fault, or None.
         retry_after_s: Value of a Retry-After header, or None.
     """
 
     status = 500
     type = "InternalServerError"
+    code: ErrorCode | None = "server_error"
     retry_after_s: int | None = None
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -50,7 +57,7 @@ class ServerError(Exception):
 
     def body(self) -> dict[str, object]:
         """Return the OpenAI error object, the same shape for every error."""
-        return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.status}}
+        return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.code}}
 
 
 class RequestError(ServerError, ValueError):
@@ -58,6 +65,7 @@ class RequestError(ServerError, ValueError):
 
     status = 400
     type = "BadRequestError"
+    code: ErrorCode | None = None
 
 
 def check_field(is_valid: bool, name: str, value: object, rule: str) -> None:
@@ -75,13 +83,20 @@ class AuthenticationError(RequestError):
 
     status = 401
     type = "AuthenticationError"
+    code = "invalid_api_key"
 
 
 class NotFoundError(RequestError):
-    """There is no such route or model."""
+    """There is no such route, response or adapter."""
 
     status = 404
     type = "NotFoundError"
+
+
+class ModelNotFoundError(NotFoundError):
+    """The request is for a model that is not served."""
+
+    code = "model_not_found"
 
 
 class MethodNotAllowedError(RequestError):
@@ -111,6 +126,7 @@ class ConcurrencyLimitError(ServerError):
 
     status = 429
     type = "RateLimitError"
+    code = "rate_limit_exceeded"
     retry_after_s = 1
 
 
@@ -119,6 +135,7 @@ class ConflictError(ServerError):
 
     status = 409
     type = "ConflictError"
+    code = None
 
 
 class DeadlineError(ServerError):
@@ -126,6 +143,7 @@ class DeadlineError(ServerError):
 
     status = 408
     type = "TimeoutError"
+    code = None
 
 
 class EngineCallError(ServerError):
@@ -156,6 +174,7 @@ class ClientGoneError(ServerError):
 
     status = 499
     type = "ClientGoneError"
+    code = None
 
 
 class StartupError(ServerError):

@@ -8,6 +8,7 @@ import msgspec
 
 from ringserve.server.api.field_limits import OTHERS, describe, describe_other
 from ringserve.server.api.generation_fields import GenerationFields
+from ringserve.server.errors import ErrorCode
 from ringserve.server.http.endpoint import Endpoint
 
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
@@ -21,7 +22,7 @@ class ErrorDetail(msgspec.Struct):
     message: str
     type: str
     param: str | None
-    code: int
+    code: ErrorCode | None
 
 
 class ErrorResponse(msgspec.Struct):

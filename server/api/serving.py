@@ -15,7 +15,7 @@ from ringserve.server.api.generation_fields import StreamOptions
 from ringserve.server.api.render.chunks import ChunkFormat, StreamIdentity
 from ringserve.server.api.render.sse import DONE_ENDING, Ending, EventStream
 from ringserve.server.api.response_store import ResponseStore
-from ringserve.server.errors import ClientGoneError, NotFoundError, ServerError, shown
+from ringserve.server.errors import ClientGoneError, ModelNotFoundError, ServerError, shown
 from ringserve.server.generation.async_llm import AsyncLLM
 from ringserve.server.generation.collector import RequestOutputCollector
 from ringserve.server.generation.input_processor import ProcessedRequest
@@ -42,11 +42,11 @@ class Serving:
         """Refuse a model that is not served.
 
         Raises:
-            NotFoundError: Naming those that are.
+            ModelNotFoundError: Naming those that are.
         """
         if name is not None and name not in self.model_names and name not in self.adapters:
             served = ", ".join((*self.model_names, *self.adapters))
-            raise NotFoundError(f"model is {shown(name)}: this server has {served}", param="model")
+            raise ModelNotFoundError(f"model is {shown(name)}: this server has {served}", param="model")
 
     def adapter(self, name: str | None) -> str:
         """Return the adapter that a request for the model `name` wants; "" if none."""

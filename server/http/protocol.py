@@ -20,7 +20,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import is_ssl
 
-from ringserve.server.errors import RequestError, ShuttingDownError
+from ringserve.server.errors import RequestError, ServerError, ShuttingDownError
 from ringserve.server.http.sink import EXTENSION, FramedWriter, Headers, until_disconnect
 from ringserve.server.http.turns import Turns
 
@@ -231,7 +231,7 @@ class RingserveProtocol(HttpToolsProtocol):
     def refuse_at_end(self, message: str) -> None:
         """Close the connection of a server that ends; what its client does not take has to be cut off."""
         if not self.transport.is_closing():
-            self._close(503, message, ShuttingDownError.type)
+            self._close(503, ShuttingDownError(message))
 
     def on_message_begin(self) -> None:
         """Note that a head begins."""
@@ -314,13 +314,12 @@ class RingserveProtocol(HttpToolsProtocol):
         if whole:
             whole[-1].keep_alive = False
         else:
-            self._close(status, message, RequestError.type)
+            self._close(status, RequestError(message))
 
-    def _close(self, status: int, message: str, error_type: str) -> None:
+    def _close(self, status: int, error: ServerError) -> None:
         """Close the connection; with an error, unless that would stand in, or for, the response to another request."""
         if self._is_first_unanswered():
-            error = {"message": message, "type": error_type, "param": None, "code": status}
-            body = json.dumps({"error": error}).encode()
+            body = json.dumps(error.body()).encode()
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
         for cycle in self._open_cycles:

@@ -44,7 +44,7 @@ def check_401(response: httpx.Response) -> None:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "AuthenticationError"
-    assert error["code"] == 401
+    assert error["code"] == "invalid_api_key"
 
 
 @pytest.mark.parametrize(("method", "path"), [*GUARDED, *UNSERVED])
@@ -104,6 +104,7 @@ def test_a_keys_places_are_free_again_when_its_clients_leave(start_server, wait)
         assert all(map(next, reading))
         refused = server.client.post("/v1/completions", json=body, headers=bearer(KEYS[0]))
         assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["type"] == "RateLimitError"
         assert status(KEYS[1]) == 200

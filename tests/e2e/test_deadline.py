@@ -103,7 +103,7 @@ def test_embeddings_that_are_late_are_an_error_and_leave_the_engine(shared_serve
     for body, headers in (({"timeout_s": 0.2}, {}), ({}, {"x-request-timeout": "0.2"})):
         response = server.client.post("/v1/embeddings", json={"input": ["a"] * 300, **body}, headers=headers)
         assert response.status_code == 408
-        assert response.json()["error"]["code"] == 408
+        assert response.json()["error"]["type"] == "TimeoutError"
         wait(lambda: not any(server.load().values()), 5)
 
 

@@ -57,8 +57,9 @@ def test_the_sdk_completes_a_prompt(sdk) -> None:
 def test_the_sdk_sees_errors_as_its_own(sdk) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature is 3"):
         sdk.chat.completions.create(model="SmolLM2-135M-Instruct", messages=[QUESTION], temperature=3)
-    with pytest.raises(openai.NotFoundError, match="gpt-4"):
+    with pytest.raises(openai.NotFoundError, match="gpt-4") as raised:
         sdk.chat.completions.create(model="gpt-4", messages=[QUESTION])
+    assert raised.value.code == "model_not_found"
     assert [model.id for model in sdk.models.list()] == ["SmolLM2-135M-Instruct"]
 
 

@@ -68,7 +68,7 @@ def test_a_killed_engine_is_told_to_everyone_and_the_server_exits_with_1(start_s
         stream.join()
         assert stream.events[-1] == "[DONE]"
         error = json.loads(stream.events[-2])["error"]
-        assert error["code"] == 503
+        assert error["type"] == "EngineDeadError"
         assert "SIGKILL" in error["message"]
     waiting.join()
     assert answers[0].status_code == 503

@@ -165,7 +165,7 @@ def test_an_engine_error_in_mid_stream_is_an_event_after_the_tokens(shared_serve
     prompt = CHAT if "chat" in path else {"prompt": ["a", "b"], "n": 2, "temperature": 1}
     *chunks, error, done = server.stream(path, **prompt, max_tokens=10)
     assert done == "[DONE]"
-    assert error["error"]["code"] == 500
+    assert (error["error"]["type"], error["error"]["code"]) == ("InternalServerError", "server_error")
     assert texts([*chunks, done]).startswith("Alice was")
     assert server.post(path, **prompt, max_tokens=10).status_code == 500
     assert server.post(path, **prompt, max_tokens=3).status_code == 200

@@ -275,7 +275,7 @@ class ResponseEvents:
     def failure(self, error: ServerError) -> bytes:
         """Return the events that end a response that has begun with an error."""
         items = self._closed if self._open is None else [*self._closed, self._open.to_item("incomplete")]
-        told = {"code": "server_error", "message": str(error)}
+        told = {"code": error.code or "server_error", "message": str(error)}
         response = self._response("failed", items, error=told)
         self._end(response)
         data = self._events.event("error", **told, param=error.param)

@@ -140,7 +140,7 @@ def test_an_error_before_the_first_byte_has_a_status_of_its_own() -> None:
     _, status, headers = sink.calls[0]
     assert status == 503
     assert headers == {b"content-type": b"application/json"}
-    error = {"message": "the engine is gone", "type": "EngineDeadError", "param": None, "code": 503}
+    error = {"message": "the engine is gone", "type": "EngineDeadError", "param": None, "code": "server_error"}
     assert strict_json(sink.calls[1][1].decode()) == {"error": error}
 
 
