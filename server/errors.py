@@ -2,6 +2,7 @@
 
 ServerError
 ├── RequestError (ValueError)     the client's fault: 400
+│   ├── ContextLengthError            it does not fit the model's context
 │   ├── AuthenticationError           401 + WWW-Authenticate
 │   ├── NotFoundError                 404
 │   │   └── ModelNotFoundError            the model is not one of those that are served
@@ -23,7 +24,9 @@ import reprlib
 from typing import Literal
 
 # What `error.code` may be beside null: those of OpenAI's that clients look for. docs/conformance.md says when each is.
-ErrorCode = Literal["invalid_api_key", "model_not_found", "rate_limit_exceeded", "server_error"]
+ErrorCode = Literal[
+    "context_length_exceeded", "invalid_api_key", "model_not_found", "rate_limit_exceeded", "server_error"
+]  # fmt: skip
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
@@ -76,6 +79,21 @@ def check_field(is_valid: bool, name: str, value: object, rule: str) -> None:
     """
     if not is_valid:
         raise RequestError(f"{name} is {shown(value)}: {rule}", param=name)
+
+
+class ContextLengthError(RequestError):
+    """The request does not fit the model's context: clients go to another model, or compact their conversation.
+
+    Some know it by the code, some by the words that the message begins with, some (LangChain) by the code's name in it.
+    """
+
+    code = "context_length_exceeded"
+
+    @classmethod
+    def of(cls, num_tokens: int, problem: str, *, param: str) -> "ContextLengthError":
+        """Return the error of a field that does not fit `num_tokens`; `problem` names it and ends with the remedy."""
+        limit = f"This model's maximum context length is {num_tokens} tokens"
+        return cls(f"{limit}. However, {problem} ({cls.code})", param=param)
 
 
 class AuthenticationError(RequestError):

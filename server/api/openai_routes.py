@@ -53,6 +53,7 @@ class _Prompts:
     """A request's prompts, and what is special about them."""
 
     prompts: list[str | list[int]]
+    name: str  # the field that they stand in
     add_special_tokens: bool
     echoed: list[str] | None  # what `echo` shows of each; None: no echo
 
@@ -78,7 +79,7 @@ async def chat_completions(request: Request) -> ASGIApp:
     serving.llm.check_admission(params.n)
     text = await serving.llm.input_processor.render_chat(prompt)
     echoed = [body.echoed_text(prompt)] if body.echo else None
-    prompts = _Prompts(prompts=[text], add_special_tokens=bool(body.add_special_tokens), echoed=echoed)
+    prompts = _Prompts(prompts=[text], name="messages", add_special_tokens=bool(body.add_special_tokens), echoed=echoed)
     parsing = serving.chat.parsing(use, text, include_reasoning=body.include_reasoning is not False)
     if parsing is None:
         return await _answer(request, body, _CHAT, params, prompts)
@@ -102,7 +103,9 @@ async def completions(request: Request) -> ASGIApp:
     if body.echo:
         params = _with_prompt_logprobs(params)
         echoed = await asyncio.to_thread(_texts, serving, given, params.skip_special_tokens)
-    prompts = _Prompts(prompts=given, add_special_tokens=body.add_special_tokens is not False, echoed=echoed)
+    prompts = _Prompts(
+        prompts=given, name="prompt", add_special_tokens=body.add_special_tokens is not False, echoed=echoed
+    )
     return await _answer(request, body, _COMPLETION, params, prompts)
 
 
@@ -164,6 +167,7 @@ async def _process(
                 add_special_tokens=prompts.add_special_tokens,
                 first_index=i * params.n,
                 truncation=truncation,
+                name=prompts.name,
                 limit_name=body.limit_name,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringserve.server.chat.template import ChatPrompt
-from ringserve.server.errors import RequestError, check_field, shown
+from ringserve.server.errors import ContextLengthError, RequestError, check_field, shown
 from ringserve.server.generation.model_info import ModelInfo
 from ringserve.server.generation.outputs import OutputKind
 from ringserve.server.generation.sampling_params import SamplingParams
@@ -214,7 +214,7 @@ class InputProcessor:
         most = self._model.max_model_len - num_reserved
         if request.truncation is not None:
             token_ids = _truncate(token_ids, request.truncation, self._model.max_model_len, most)
-        _check_length(token_ids, request.name, most)
+        self._check_length(token_ids, request.name, num_reserved)
         if not isinstance(given, str):
             self.check_token_ids(request.name, token_ids)
         return token_ids
@@ -222,25 +222,46 @@ class InputProcessor:
     def _tokenize(self, text: str, request: GenerateRequest | EncodeRequest) -> list[int]:
         model, name = self._model, request.name
         if len(text) > model.max_model_len * model.tokenizer.longest_token and request.truncation is None:
-            raise RequestError(
-                f"{name} has {len(text)} characters, more than {model.max_model_len} tokens can hold: shorten it",
-                param=name,
-            )
-        check_text_size(text, name, max(MAX_TEXT_BYTES, _BYTES_PER_TOKEN * model.max_model_len))
+            raise self._overflow(f"{name} has {len(text)} characters, more than these can hold: shorten it", name)
+        self._check_text_size(text, name)
         try:
             return model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
         except TypeError as exc:  # the library's for a text that cannot be UTF-8
             raise RequestError(f"{name} holds a lone surrogate: texts must be valid Unicode", param=name) from exc
 
+    def _check_text_size(self, text: str, name: str) -> None:
+        """Refuse a text that takes too long to tokenize: all but oddities of that size have more tokens than fit."""
+        try:
+            check_text_size(text, name, max(MAX_TEXT_BYTES, _BYTES_PER_TOKEN * self._model.max_model_len))
+        except RequestError as exc:
+            raise self._overflow(f"{exc}: shorten it", name) from exc
+
+    def _check_length(self, token_ids: list[int], name: str, num_reserved: int) -> None:
+        if not token_ids:
+            raise RequestError(f"{name} is empty: it must have at least one token", param=name)
+        if len(token_ids) > self._model.max_model_len - num_reserved:
+            output = f", and the output needs at least {num_reserved} more" if num_reserved else ""
+            raise self._overflow(f"{name} has {len(token_ids)} tokens{output}: shorten it", name)
+
+    def _overflow(self, problem: str, name: str) -> ContextLengthError:
+        return ContextLengthError.of(self._model.max_model_len, problem, param=name)
+
+    def _max_tokens(self, request: GenerateRequest, room: int) -> int:
+        """Return how many tokens a request may get, of those that its prompt leaves room for."""
+        params, name, context = request.params, request.limit_name, self._model.max_model_len
+        limit = room if params.max_tokens is None else params.max_tokens
+        if limit > context:
+            raise self._overflow(f"{name} is {shown(limit)}: ask for at most {context}, or leave it out", name)
+        rule = f"at most the {limit} tokens of {name}"
+        check_field(params.max_tokens is None or params.min_tokens <= limit, "min_tokens", params.min_tokens, rule)
+        if params.min_tokens > room:
+            asked = f"min_tokens is {shown(params.min_tokens)} and {request.name} leaves room for {room}"
+            raise self._overflow(f"{asked}: ask for fewer, or shorten {request.name}", "min_tokens")
+        return min(limit, room)
+
     def _fit(self, request: GenerateRequest, token_ids: list[int]) -> ProcessedRequest:
         model, params = self._model, request.params
-        room = model.max_model_len - len(token_ids)
-        if params.max_tokens is not None:
-            rule = f"at most the context of {model.max_model_len}"
-            check_field(params.max_tokens <= model.max_model_len, request.limit_name, params.max_tokens, rule)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        rule = f"at most the {max_tokens} tokens that max_tokens and the context leave"
-        check_field(params.min_tokens <= max_tokens, "min_tokens", params.min_tokens, rule)
+        max_tokens = self._max_tokens(request, model.max_model_len - len(token_ids))
         self.check_token_ids("stop_token_ids", params.stop_token_ids)
         self.check_token_ids("allowed_token_ids", params.allowed_token_ids)
         self.check_token_ids("bad_token_ids", params.bad_token_ids)
@@ -344,13 +365,4 @@ def _check_allowed(params: SamplingParams, bad_token_ids: tuple[int, ...], ends:
             f"allowed_token_ids holds only tokens that end the output, and min_tokens is {params.min_tokens}: allow "
             "others too, or leave min_tokens out",
             param="allowed_token_ids",
-        )
-
-
-def _check_length(token_ids: list[int], name: str, most: int) -> None:
-    if not token_ids:
-        raise RequestError(f"{name} is empty: it must have at least one token", param=name)
-    if len(token_ids) > most:
-        raise RequestError(
-            f"{name} has {len(token_ids)} tokens: at most {most} fit the context with what shall come of it", param=name
         )

@@ -52,3 +52,16 @@ def test_errors_are_mapped_to_its_own(litellm, arguments: dict[str, object]) -> 
         litellm.completion(**(arguments | {"temperature": 3}))
     with pytest.raises(litellm.NotFoundError, match="gpt-4"):
         litellm.completion(**(arguments | {"model": "openai/gpt-4"}))
+
+
+def test_an_overflow_falls_back_to_the_next_model(litellm, arguments: dict[str, object]) -> None:
+    long = [{"role": "user", "content": "word " * 9000}]
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(**(arguments | {"messages": long}))
+    small = {key: value for key, value in arguments.items() if key in ("model", "api_base", "api_key")}
+    large = {"model": "openai/large", "mock_response": "from the large one"}
+    router = litellm.Router(
+        model_list=[{"model_name": "small", "litellm_params": small}, {"model_name": "large", "litellm_params": large}],
+        context_window_fallbacks=[{"small": ["large"]}], num_retries=0,
+    )  # fmt: skip
+    assert router.completion("small", messages=long).choices[0].message.content == "from the large one"

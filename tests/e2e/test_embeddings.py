@@ -107,7 +107,7 @@ def test_an_input_may_fill_the_context_and_no_more(synthetic) -> None:
     assert embed(synthetic, input=[7] * 2048).shape == (1, SIZE)
     response = synthetic.post("/v1/embeddings", input=[[7], [7] * 2049])
     assert (response.status_code, response.json()["error"]["param"]) == (400, "input[1]")
-    assert "2049 tokens: at most 2048" in response.json()["error"]["message"]
+    assert "length is 2048 tokens. However, input[1] has 2049 tokens: " in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("side", "kept"), [(None, [3, 4]), ("left", [3, 4]), ("right", [1, 2])])

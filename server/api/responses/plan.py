@@ -12,15 +12,15 @@ from ringserve.server.api.serving import Serving
 from ringserve.server.chat.parser import ChatParsing
 from ringserve.server.chat.tool_grammar import answer_grammar
 from ringserve.server.chat.tools import ToolUse
-from ringserve.server.errors import NotFoundError, RequestError, shown
+from ringserve.server.errors import ContextLengthError, NotFoundError, RequestError, shown
 from ringserve.server.generation.input_processor import GenerateRequest, ProcessedRequest
 from ringserve.server.generation.outputs import OutputKind
 from ringserve.server.generation.sampling_params import SamplingParams
 from ringserve.server.grammar.structured_output import Grammar
 from ringserve.server.workers import run_near
 
-# What the input processor's errors call a field, and what this endpoint does.
-_FIELD_NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
+# What the errors of other rooms call a field, and what this endpoint does.
+_FIELD_NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
 _INLINE_ITEMS = 128  # more are processed on a thread: so many take about half a millisecond
 _BYTES_PER_ITEM = 512
 
@@ -160,6 +160,7 @@ async def _prepare_from(plan: Plan, start: int) -> Prepared:
         kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
         add_special_tokens=bool(body.add_special_tokens), priority=body.priority or 0, cache_salt=body.cache_salt or "",
         adapter=serving.adapter(body.model), deadline_s=plan.deadline_s, arrival_ns=plan.arrival_ns,
+        name="input", limit_name="max_output_tokens",
     )  # fmt: skip
     return Prepared(request=await serving.llm.input_processor.process(request), parsing=parsing)
 
@@ -177,8 +178,8 @@ async def _fits(plan: Plan, start: int) -> bool:
     """Whether the items from number `start` on leave room for the output."""
     try:
         prepared = await _prepare_from(plan, start)
-    except RequestError as exc:
-        if exc.param != "prompt":
+    except ContextLengthError as exc:
+        if exc.param != "input":  # fewer items would not help
             raise
         return False
     room = plan.serving.llm.model.max_model_len - (plan.body.max_output_tokens or 1)
@@ -195,4 +196,4 @@ def _own_field_names() -> Iterator[None]:
         name = _FIELD_NAMES.get(param, param.replace(".function", ""))
         if name == param:
             raise
-        raise RequestError(str(exc).replace(param, name, 1), param=name) from exc
+        raise type(exc)(str(exc).replace(param, name, 1), param=name) from exc

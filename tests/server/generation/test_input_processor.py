@@ -8,11 +8,13 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
 from ringserve.server.chat.template import ChatPrompt, ChatTemplate
-from ringserve.server.errors import RequestError
+from ringserve.server.errors import ContextLengthError, RequestError
 from ringserve.server.generation.input_processor import GenerateRequest, InputProcessor, ProcessedRequest, Truncation
 from ringserve.server.generation.model_info import ModelInfo
 from ringserve.server.generation.sampling_params import SamplingParams
 from ringserve.shm_transport.messages import Fork
+
+OVERFLOW = "This model's maximum context length is 16 tokens. However, "
 
 VOCAB = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "longest": 4, "[UNK]": 5}
 
@@ -65,7 +67,10 @@ async def test_max_tokens_is_clamped_to_what_the_context_leaves(model: ModelInfo
 
 
 async def test_max_tokens_beyond_the_context_is_refused(model: ModelInfo) -> None:
-    assert await refusal(model, max_tokens=17) == ("max_tokens", "max_tokens is 17: at most the context of 16")
+    assert await refusal(model, max_tokens=17) == (
+        "max_tokens",
+        f"{OVERFLOW}max_tokens is 17: ask for at most 16, or leave it out (context_length_exceeded)",
+    )
     for name in ("max_tokens", "min_tokens"):
         param, message = await refusal(model, **{name: 10**300})
         assert param == name
@@ -76,7 +81,7 @@ async def test_a_prompt_that_leaves_no_room_is_refused(model: ModelInfo) -> None
     for length in (16, 17):
         param, message = await refusal(model, prompt=[2] * length)
         assert param == "prompt"
-        assert message.startswith(f"prompt has {length} tokens: at most 15")
+        assert message.startswith(f"{OVERFLOW}prompt has {length} tokens, and the output needs at least 1 more: ")
 
 
 async def test_a_text_that_no_context_can_hold_is_refused_before_it_is_tokenized(
@@ -96,14 +101,20 @@ async def test_a_text_with_too_many_bytes_is_refused_before_it_is_tokenized_even
     request = GenerateRequest(
         request_id="r", prompt=text, params=SamplingParams(), truncation=Truncation.of(4, None), add_special_tokens=True
     )
-    with pytest.raises(RequestError, match="at most 2097152"):
+    with pytest.raises(ContextLengthError, match="at most 2097152: shorten it "):
         await InputProcessor(model).process(request)
 
 
 async def test_min_tokens_beyond_what_is_left_is_refused(model: ModelInfo) -> None:
     assert (await process(model, min_tokens=5, max_tokens=5)).params.min_tokens == 5
-    assert (await refusal(model, min_tokens=6, max_tokens=5))[0] == "min_tokens"
-    assert (await refusal(model, min_tokens=15, max_tokens=16))[0] == "min_tokens"
+    assert await refusal(model, min_tokens=6, max_tokens=5) == (
+        "min_tokens",
+        "min_tokens is 6: at most the 5 tokens of max_tokens",
+    )
+    for max_tokens in (16, None):
+        param, message = await refusal(model, min_tokens=15, max_tokens=max_tokens)
+        assert param == "min_tokens"
+        assert message.startswith(f"{OVERFLOW}min_tokens is 15 and prompt leaves room for 14: ")
 
 
 @pytest.mark.parametrize("token_id", [-1, 10, 2**31, True, 1.0, "a", None])
