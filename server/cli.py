@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ringserve.server.errors import StartupError
+from ringserve.server.errors import StartupError, shown
 from ringserve.server.load.config import BenchConfig
 from ringserve.server.settings import config_file
 from ringserve.server.settings.config import ServeConfig
@@ -48,13 +48,20 @@ def _open_standard_streams() -> None:
 def _serve(options: argparse.Namespace) -> int:
     given = _given(options, ServeConfig)
     file = options.config or os.environ.get("RINGSERVE_CONFIG")
-    settings = (config_file.of_file(file) if file else {}) | config_file.of_environment(os.environ) | given
+    settings = given | config_file.of_environment(os.environ, overridden=given)
+    if file:
+        settings |= config_file.of_file(file, overridden=settings)
     config = ServeConfig(**settings)
     from ringserve.server import launcher  # after the flags are checked: --help and errors need none of it
 
     log_format.configure_logging(config.log_format, "server")
     for name in config_file.unknown_variables(os.environ):
         logger.warning("the environment variable %s is no setting: it changes nothing", name)
+    for name in config_file.service_variables(os.environ):
+        logger.warning(
+            "the environment variable %s is %s, the address of a Service of that name: it is ignored; rename the "
+            "Service, or set enableServiceLinks to false, to set the port so", name, shown(os.environ[name]),
+        )  # fmt: skip
     return launcher.serve(config)
 
 

@@ -10,7 +10,7 @@ import stat
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,38 @@ _MAX_BITS = 63  # of a whole number: every setting's limit is far below
 _MAX_BYTES = 2**20  # of a file; one with every setting has a few thousand
 _MAPPING = yaml.SafeLoader.DEFAULT_MAPPING_TAG
 _TOML_KEY = re.compile(r"""^[ \t]*["']?([\w-]+)["']?[ \t]*=""", re.MULTILINE)
+_SERVICE = re.compile(r"(tcp|udp|sctp)://")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _FIELDS = {field.name: field for field in dataclasses.fields(ServeConfig)}
 
 
-def of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+def of_environment(environment: Mapping[str, str], overridden: Collection[str] = ()) -> dict[str, Any]:
     """Return the settings that RINGSERVE_FLAG variables give, for any flag; empty ones give none.
+
+    Args:
+        environment: Of the process.
+        overridden: Settings that have a value already: theirs are not even read.
 
     Raises:
         StartupError: Naming the variable whose value does not fit.
     """
     values = {}
+    ignored = service_variables(environment)
     for name, field in _FIELDS.items():
         variable = PREFIX + name.upper()
-        if text := environment.get(variable):
+        if name not in overridden and variable not in ignored and (text := environment.get(variable)):
             values[name] = _from_text(field, text, variable)
     return values
+
+
+def service_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return the variables of settings that hold a Service's address instead, as RINGSERVE_PORT.
+
+    Kubernetes gives NAME_PORT=tcp://IP:PORT to every pod of the namespace for each Service, Docker's --link to a
+    container; no other setting has a name that they make.
+    """
+    variable = PREFIX + "PORT"
+    return [variable] if _SERVICE.match(environment.get(variable, "")) else []
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
@@ -49,8 +65,12 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     return sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
 
 
-def of_file(file: str) -> dict[str, Any]:
+def of_file(file: str, overridden: Collection[str] = ()) -> dict[str, Any]:
     """Return the settings of a TOML or YAML file: flags without their dashes, at the top level.
+
+    Args:
+        file: Its path.
+        overridden: Settings that have a value already: theirs are not even read.
 
     Raises:
         StartupError: If it cannot be read, or naming the key that is unknown or has a value of another type.
@@ -63,7 +83,7 @@ def of_file(file: str) -> dict[str, Any]:
             raise StartupError(f"{file}: {shown(key)} is no setting: 'ringserve serve --help' lists them")
         if field.name in values:
             raise StartupError(f"{file}: {key} is there twice, with - and with _{_lines(text, field.name)}")
-        if value is not None:  # YAML's way to leave a key empty
+        if value is not None and field.name not in overridden:  # YAML's way to leave a key empty
             values[field.name] = _checked(field, value, f"{file}: {key}")
     return values
 

@@ -146,12 +146,52 @@ def test_what_is_no_file_of_a_sane_size_is_refused_and_not_waited_for(tmp_path: 
 
 @pytest.mark.parametrize(
     ("variable", "text"),
-    [("RINGSERVE_PORT", "tcp://10.0.0.1:80"),
+    [("RINGSERVE_PORT", "http://10.0.0.1:80"), ("RINGSERVE_PORT", "tcp"), ("RINGSERVE_MAX_BODY_MB", "tcp://10.0.0.1:80"),
      ("RINGSERVE_ALLOW_CREDENTIALS", "maybe"), ("RINGSERVE_DRAIN_TIMEOUT", "s")],
 )  # fmt: skip
 def test_a_variable_that_does_not_fit_is_named(variable: str, text: str) -> None:
     with pytest.raises(StartupError, match=f"^{variable} is '{text}': must be"):
         config_file.of_environment({variable: text})
+
+
+SERVICES = ["tcp://10.43.1.39:8000", "udp://10.0.0.1:53", "sctp://10.0.0.1:36412", "tcp://[fd00::1]:8000"]
+
+
+@pytest.mark.parametrize("address", SERVICES)
+def test_the_address_of_a_service_of_that_name_is_ignored_with_a_warning(
+    address: str, served: list[ServeConfig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RINGSERVE_PORT", address)
+    monkeypatch.setenv("RINGSERVE_HOST", "::")
+    assert cli.main(["serve", "--port", "4"]) == cli.main(["serve"]) == 0
+    assert served == [ServeConfig(host="::", port=4), ServeConfig(host="::")]
+    assert caplog.text.count(f"RINGSERVE_PORT is '{address}'") == 2
+
+
+WRONG = {"port": "many", "max_body_mb": "1.5", "drain_timeout": "s", "allow_credentials": "maybe", "api_key": ","}
+GIVEN = ["--port", "4", "--max-body-mb", "1", "--drain-timeout", "5", "--allow-credentials", "--api-key", "k"]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_value_that_the_command_line_overrides_is_no_error(
+    name: str, served: list[ServeConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"RINGSERVE_{name.upper()}", WRONG[name])
+    assert cli.main(["serve"]) == 2
+    assert cli.main(["serve", *GIVEN]) == 0
+    monkeypatch.delenv(f"RINGSERVE_{name.upper()}")
+    file = written(tmp_path, f"{name} = {{}}")
+    assert cli.main(["serve", "--config", file]) == 2
+    assert cli.main(["serve", "--config", file, *GIVEN]) == 0
+    assert len(served) == 2
+
+
+def test_a_value_of_the_file_that_the_environment_overrides_is_no_error(
+    served: list[ServeConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RINGSERVE_PORT", "5")
+    assert cli.main(["serve", "--config", written(tmp_path, 'port = "many"')]) == 0
+    assert served == [ServeConfig(port=5)]
 
 
 @pytest.mark.parametrize("text", [",", " ", " , ,"])
