@@ -4,9 +4,12 @@ Everything is kept as encoded JSON: one object each, which the garbage collector
 """
 
 from collections import OrderedDict
+from collections.abc import Container, Iterable
 from typing import Any
 
 import msgspec
+
+from ringserve.server.errors import RequestError
 
 MAX_STORED_BYTES = 256 << 20
 _LARGEST_SHARE = 16  # of the bytes, for one response: one in so many parts
@@ -20,6 +23,19 @@ class _Output(msgspec.Struct):
     output: list[dict[str, Any]]
 
 
+class _Item(msgspec.Struct):
+    """What names an item."""
+
+    id: str
+
+
+class _ItemsOfOutput(msgspec.Struct):
+    """The same of a response's output."""
+
+    output: list[_Item]
+
+
+_decode_ids = msgspec.json.Decoder(_ItemsOfOutput).decode
 _decode_items = msgspec.json.Decoder(list[dict[str, Any]]).decode
 _decode_response = msgspec.json.Decoder(_Output).decode
 
@@ -30,10 +46,13 @@ class StoredResponse(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         response: The response object.
         input_items: The items that it was generated from, those of the responses before it included.
+        item_ids: Of items that came with it, by which requests may refer to them: ids that were made here, which nobody
+            guesses and no client has chosen.
     """
 
     response: bytes
     input_items: bytes
+    item_ids: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -63,6 +82,7 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._holders: dict[str, str] = {}  # an item's id, and that of the response that it came with
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -80,10 +100,10 @@ class ResponseStore:
         if stored.num_bytes > self._max_bytes // _LARGEST_SHARE:
             return
         self._responses[response_id] = stored
+        self._holders |= dict.fromkeys(stored.item_ids, response_id)
         self.num_bytes += stored.num_bytes
         while len(self._responses) > self._max_responses or self.num_bytes > self._max_bytes:
-            _, dropped = self._responses.popitem(last=False)
-            self.num_bytes -= dropped.num_bytes
+            self.delete(next(iter(self._responses)))
 
     def get(self, response_id: str) -> StoredResponse | None:
         """Return a response, which counts as a use of it; None if it is not there."""
@@ -92,13 +112,43 @@ class ResponseStore:
             self._responses.move_to_end(response_id)
         return stored
 
+    def holders(self, item_ids: Iterable[str]) -> list[StoredResponse]:
+        """Return the responses that items came with, each once, which counts as a use; unknown items are ignored."""
+        response_ids = dict.fromkeys(self._holders[item_id] for item_id in item_ids if item_id in self._holders)
+        return [stored for response_id in response_ids if (stored := self.get(response_id)) is not None]
+
     def delete(self, response_id: str) -> bool:
         """Drop a response; return whether it was there."""
         stored = self._responses.pop(response_id, None)
         if stored is None:
             return False
         self.num_bytes -= stored.num_bytes
+        for item_id in stored.item_ids:
+            self._holders.pop(item_id, None)
         return True
+
+
+def output_ids(response: bytes) -> list[str]:
+    """Return the ids of a response's output items."""
+    return [item.id for item in _decode_ids(response).output]
+
+
+def find_items(holders: list[StoredResponse], item_ids: Container[str]) -> dict[str, dict[str, Any]]:
+    """Return by their ids those items that are in one of the responses. For a thread, where there are many.
+
+    Raises:
+        RequestError: If they have more bytes than a response may: a short request could fill the memory by them.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    num_bytes, most = 0, MAX_STORED_BYTES // _LARGEST_SHARE
+    for stored in holders:
+        for item in stored.conversation():
+            if item["id"] in item_ids and item["id"] not in found:
+                found[item["id"]] = item
+                num_bytes += len(_encode(item))
+                if num_bytes > most:
+                    raise RequestError(f"input refers to items of more than {most} bytes: name fewer", param="input")
+    return found
 
 
 def encode_items(items: list[dict[str, Any]]) -> bytes:

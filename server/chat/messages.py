@@ -28,7 +28,7 @@ class ChatMessage(msgspec.Struct):
             place: Of the message in its chat, for errors.
 
         Raises:
-            RequestError: If a content part is not text, or a tool call not of a function with JSON arguments.
+            RequestError: If a content part is not text, or a tool call not of a function.
         """
         message: dict[str, Any] = {"role": self.role, "content": content_text(self.content, f"messages[{place}]")}
         if self.name is not None:
@@ -84,24 +84,25 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
 def decode_arguments(given: Any, where: str, *, param: str = "messages") -> dict[str, Any]:
     """Return what the arguments of a tool call hold.
 
+    A string is whatever a model has written, and a conversation must go on after a call that was cut or is no JSON:
+    what is no object is an empty one. Templates go through its keys. Rejected: the text under a key, which models copy.
+
     Args:
-        given: An object, or its text as a model wrote it; "" or null for none.
+        given: An object, or a string; null for none.
         where: What errors call it.
         param: The field at fault.
 
     Raises:
-        RequestError: If it is no object, or holds too much.
+        RequestError: If it is neither, or holds too much.
     """
-    arguments = given or "{}" if isinstance(given, str) else given
-    if isinstance(arguments, str):
-        raw = arguments.encode()
+    if isinstance(given, str):
+        raw = given.encode()
         check_json_size(raw, where, param=param)
         try:
             arguments = msgspec.json.decode(raw)
-        except (msgspec.DecodeError, RecursionError) as exc:
-            raise RequestError(f"{where} is {shown(given)}: must be a JSON text ({exc})", param=param) from exc
-    if arguments is None:
-        return {}
-    if not isinstance(arguments, dict):  # templates go through its keys
-        raise RequestError(f"{where} is {shown(given)}: must be a JSON object, or the text of one", param=param)
-    return arguments
+        except (msgspec.DecodeError, RecursionError):
+            return {}
+        return arguments if isinstance(arguments, dict) else {}
+    if not isinstance(given, dict | None):
+        raise RequestError(f"{where} is {shown(given)}: must be a string, or an object", param=param)
+    return given or {}

@@ -308,3 +308,40 @@ def test_responses_know_no_other_methods(synthetic) -> None:
     assert synthetic.client.get("/v1/responses").status_code == 405
     assert synthetic.post("/v1/responses/resp_x").status_code == 405
     assert httpx.get(f"{synthetic.url}/v1/responses/resp_x").json()["error"]["type"] == "NotFoundError"
+
+
+@pytest.mark.parametrize("kind", [{"type": "item_reference"}, {}, {"type": None}])
+def test_a_reference_is_the_stored_item_in_its_place(server, kind: dict[str, Any]) -> None:
+    first = create(server, input="I am Bob")
+    (answer,) = first["output"]
+    (question,) = server.client.get(f"/v1/responses/{first['id']}/input_items").json()["data"]
+    more = {"role": "user", "content": "Who am I?"}
+    whole = create(server, input=[{"role": "user", "content": "I am Bob"}, answer, more])
+    for given in ([{"role": "user", "content": "I am Bob"}, {**kind, "id": answer["id"]}, more],
+                  [{**kind, "id": question["id"]}, {**kind, "id": answer["id"]}, more]):  # fmt: skip
+        referring = create(server, input=given)
+        assert referring["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+        listed = server.client.get(f"/v1/responses/{referring['id']}/input_items?order=asc").json()["data"]
+        assert listed[1] == answer
+        third = [{**kind, "id": item["id"]} for item in (answer, referring["output"][0])]
+        assert create(server, input=[*third, more])["usage"]["input_tokens"] > 0
+    counted = server.post("/v1/responses/input_tokens", input=[{**kind, "id": answer["id"]}, more])
+    assert counted.status_code == 200
+
+
+def test_a_reference_to_what_is_not_stored_is_a_404_that_names_it(server, start_server) -> None:
+    gone = create(server, input="a")
+    assert server.client.delete(f"/v1/responses/{gone['id']}").status_code == 200
+    hidden = create(server, input="a", store=False)
+    chosen = create(server, input=[{"role": "user", "content": "a", "id": "msg_mine"}])
+    assert chosen["output"]
+    other = start_server("--engine", "synthetic", "--max-stored-responses", "0")
+    ids = ["msg_" + "0" * 48, gone["output"][0]["id"], hidden["output"][0]["id"], "msg_mine", gone["id"]]
+    for asked, item_id in [*((server, each) for each in ids), (other, create(other, input="a")["output"][0]["id"])]:
+        given = [{"role": "user", "content": "a"}, {"type": "item_reference", "id": item_id}]
+        for is_streamed in (False, True):
+            response = asked.post("/v1/responses", input=given, stream=is_streamed)
+            assert response.status_code == 404
+            error = response.json()["error"]
+            assert error["message"].startswith(f"input[1].id is '{item_id}': there is no such item")
+            assert (error["type"], error["param"]) == ("NotFoundError", "input")

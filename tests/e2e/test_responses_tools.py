@@ -58,6 +58,16 @@ def test_a_conversation_goes_on_after_a_call_whose_arguments_are_no_json(scripte
         assert again.output[0].type == "function_call"
         items = client.responses.input_items.list(again.id, order="asc")
         assert [item.type for item in items] == ["message", "function_call", "function_call_output"]
+        sent = [{"role": "user", "content": "2+2?"}, call.model_dump(), *result]  # as those do who store nothing
+        whole = client.responses.create(**settings(client, tools=TOOLS) | {"input": sent})
+        assert whole.usage.input_tokens == again.usage.input_tokens
+        chat: Any = [
+            {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "content": None, "tool_calls": [{
+                "id": call.call_id, "type": "function", "function": {"name": "add", "arguments": call.arguments}}]},
+            {"role": "tool", "tool_call_id": call.call_id, "content": "no JSON"},
+        ]  # fmt: skip
+        assert client.chat.completions.create(model=first.model, messages=chat).choices[0].message.content
 
 
 def test_calls_are_text_where_none_are_wanted(scripted: ScriptedServers) -> None:

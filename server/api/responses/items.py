@@ -9,18 +9,20 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from ringserve.server.chat.messages import ChatMessage, decode_arguments
+from ringserve.server.chat.messages import ChatMessage
 from ringserve.server.errors import RequestError, shown
 from ringserve.server.http.body_errors import wrong_item
+from ringserve.server.text.json_size import check_json_size
 
 Item = dict[str, Any]
+REFERENCE = "item_reference"
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 class _Message(msgspec.Struct):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Any]
+    content: str | list[Any] | None
     id: str | None = None
 
 
@@ -44,9 +46,13 @@ class _ReasoningText(msgspec.Struct):
 
 
 class _Reasoning(msgspec.Struct):
-    summary: list[_ReasoningText] = []
+    summary: list[_ReasoningText] | None = None
     content: list[_ReasoningText] | None = None
     id: str | None = None
+
+
+class _Reference(msgspec.Struct):
+    id: str
 
 
 T = TypeVar("T")
@@ -70,21 +76,36 @@ def normalize(given: str | list[Any] | None) -> list[Item]:
     return [_normalize_item(item, f"input[{i}]") for i, item in enumerate(given)]
 
 
+def made_ids(given: str | list[Any] | None, items: list[Item]) -> tuple[str, ...]:
+    """Return the ids that `normalize` has made, but for those that the client chose."""
+    if not isinstance(given, list):
+        return tuple(item["id"] for item in items)
+    return tuple(item["id"] for item, source in zip(items, given, strict=True) if not source.get("id"))
+
+
+def references(items: list[Item]) -> dict[str, int]:
+    """Return the ids of stored items that are to stand in the places of references, and these places.
+
+    Raises:
+        RequestError: If an item is named twice.
+    """
+    places: dict[str, int] = {}
+    for i, item in enumerate(items):
+        if item["type"] == REFERENCE and places.setdefault(item["id"], i) != i:
+            raise RequestError(f"input[{i}].id is {shown(item['id'])} for the second time: name it once", param="input")
+    return places
+
+
 def chat_messages(instructions: str | None, items: list[Item]) -> list[ChatMessage]:
     """Return the messages for the chat template: a model's text and the calls that follow it are one message.
 
-    Reasoning items are left out: templates drop the reasoning of earlier turns. So are calls that were cut, or whose
-    arguments the model wrote as no JSON object, and what was answered to them: templates take objects alone, and the
-    conversation must go on.
+    Reasoning items are left out: templates drop the reasoning of earlier turns.
     """
-    broken = {item["call_id"] for item in items if item["type"] == "function_call" and not _is_whole(item)}
     messages = [] if instructions is None else [ChatMessage(role="system", content=instructions)]
     for item in items:
         kind = item["type"]
         if kind == "message":
             messages.append(ChatMessage(role=item["role"], content=_text(item["content"])))
-        elif item.get("call_id") in broken:
-            continue
         elif kind == "function_call":
             _add_call(messages, item)
         elif kind == "function_call_output":
@@ -96,15 +117,6 @@ def chat_messages(instructions: str | None, items: list[Item]) -> list[ChatMessa
 def turn_starts(items: list[Item]) -> list[int]:
     """Return where the user's messages are, but for one that comes first: from each, the rest is a conversation."""
     return [i for i, item in enumerate(items) if i > 0 and item.get("role") == "user"]
-
-
-def _is_whole(call: Item) -> bool:
-    """Whether a call is one that templates can show. Of a client's own only those that were cut are not."""
-    try:
-        decode_arguments(call["arguments"], "arguments")
-    except RequestError:
-        return False
-    return bool(call.get("status") != "incomplete")
 
 
 def _add_call(messages: list[ChatMessage], item: Item) -> None:
@@ -120,7 +132,11 @@ def _add_call(messages: list[ChatMessage], item: Item) -> None:
 def _normalize_item(item: Any, where: str) -> Item:
     if not isinstance(item, dict):
         raise RequestError(f"{where} is {shown(item)}: must be an item, an object", param="input")
-    kind = item.get("type", "message" if "role" in item else None)
+    kind = item.get("type")
+    if kind is None:
+        kind = "message" if "role" in item else REFERENCE if "id" in item else None
+    if kind == REFERENCE:
+        return {"type": kind, "id": _convert(item, _Reference, where).id}
     if kind == "message":
         message = _convert(item, _Message, where)
         part_kind = "output_text" if message.role == "assistant" else "input_text"
@@ -128,8 +144,7 @@ def _normalize_item(item: Any, where: str) -> Item:
         return _message_item(message.role, content, message.id)
     if kind == "function_call":
         call = _convert(item, _FunctionCall, where)
-        if call.status != "incomplete":
-            decode_arguments(call.arguments, f"{where}.arguments", param=f"{where}.arguments")
+        check_json_size(call.arguments.encode(), f"{where}.arguments", param=f"{where}.arguments")
         return {
             "id": call.id or new_id("fc"), "type": kind, "status": call.status or "completed", "call_id": call.call_id,
             "name": call.name, "arguments": call.arguments,
@@ -145,10 +160,11 @@ def _normalize_item(item: Any, where: str) -> Item:
         }  # fmt: skip
     if kind == "reasoning":
         reasoning = _convert(item, _Reasoning, where)
-        parts = msgspec.to_builtins({"summary": reasoning.summary, "content": reasoning.content or []})
+        parts = msgspec.to_builtins({"summary": reasoning.summary or [], "content": reasoning.content or []})
         return {"id": reasoning.id or new_id("rs"), "type": kind, **parts}
     raise RequestError(
-        f"{where}.type is {shown(kind)}: this server has message, function_call, function_call_output and reasoning",
+        f"{where}.type is {shown(kind)}: this server has message, function_call, function_call_output, reasoning and "
+        "item_reference",
         param="input",
     )
 
@@ -166,9 +182,9 @@ def _convert(item: Any, kind: type[T], where: str) -> T:
         raise wrong_item(item, where, kind, str(exc)) from exc
 
 
-def _parts(content: str | list[Any], kind: str, where: str) -> list[dict[str, Any]]:
-    """Return content as parts of one kind of text."""
-    texts = [content] if isinstance(content, str) else [_part_text(part, where) for part in content]
+def _parts(content: str | list[Any] | None, kind: str, where: str) -> list[dict[str, Any]]:
+    """Return content as parts of one kind of text; null is none."""
+    texts = [content] if isinstance(content, str) else [_part_text(part, where) for part in content or ()]
     extra: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
     return [{"type": kind, "text": text, **extra} for text in texts]
 

@@ -5,8 +5,8 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ringserve.server.api.response_store import ResponseStore, encode_items
-from ringserve.server.api.responses.items import Item, new_id, normalize, turn_starts
+from ringserve.server.api.response_store import ResponseStore, encode_items, find_items
+from ringserve.server.api.responses.items import REFERENCE, Item, made_ids, new_id, normalize, references, turn_starts
 from ringserve.server.api.responses.protocol import LOGPROBS, ResponseRequest
 from ringserve.server.api.serving import Serving
 from ringserve.server.chat.parser import ChatParsing
@@ -21,6 +21,7 @@ from ringserve.server.workers import run_near
 
 # What the errors of other rooms call a field, and what this endpoint does.
 _FIELD_NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
+_WHY_GONE = "was never stored (store, --max-stored-responses), has been deleted, or had to make room for newer ones"
 _INLINE_ITEMS = 128  # more are processed on a thread: so many take about half a millisecond
 _BYTES_PER_ITEM = 512
 
@@ -31,7 +32,8 @@ class Plan:
 
     Attributes:
         items: All that the response is generated from: the previous responses' items, then the request's.
-        stored_items: The same, encoded, for the store; None: the response is not to be stored.
+        item_ids: Of the request's items, those that were made here.
+        stored_items: The items, encoded, for the store; None: the response is not to be stored.
         params: What it asks for; a grammar and the parser's markers come with the prompt.
         grammar: Of `text.format`, or of vLLM's fields; "" for plain text.
         use: What it wants of its tools.
@@ -41,6 +43,7 @@ class Plan:
     body: ResponseRequest
     response_id: str
     items: list[Item]
+    item_ids: tuple[str, ...]
     stored_items: bytes | None
     params: SamplingParams
     grammar: str
@@ -64,17 +67,19 @@ async def make_plan(
 
     Raises:
         RequestError: Naming the field that is wrong.
-        NotFoundError: If there is no such previous response.
+        NotFoundError: If there is no such previous response, or item.
     """
     with _own_field_names():
         params, use = body.params(serving.llm.model.sampling_defaults), body.tool_use()
-    items = await _conversation(serving.responses, body)
+    own_items = await _own_items(body)
+    items = await _conversation(serving.responses, body, own_items)
     grammar = await _grammar(serving, body)
     is_stored = serving.responses.is_enabled and body.store is not False
     stored_items = await run_near(len(items) <= _INLINE_ITEMS, encode_items, items) if is_stored else None
     return Plan(
-        serving=serving, body=body, response_id=new_id("resp"), items=items, stored_items=stored_items, params=params,
-        grammar=grammar, use=use, arrival_ns=arrival_ns, deadline_s=deadline_s,
+        serving=serving, body=body, response_id=new_id("resp"), items=items,
+        item_ids=made_ids(body.input, own_items), stored_items=stored_items, params=params, grammar=grammar, use=use,
+        arrival_ns=arrival_ns, deadline_s=deadline_s,
     )  # fmt: skip
 
 
@@ -100,19 +105,33 @@ async def prepare(plan: Plan) -> Prepared:
 
 def not_found(response_id: str, name: str) -> NotFoundError:
     """Return the error of a response that is not there."""
-    return NotFoundError(
-        f"{name} is {shown(response_id)}: there is no such response; it was never stored (store, "
-        "--max-stored-responses), has been deleted, or had to make room for newer ones",
-        param=name,
-    )
+    return NotFoundError(f"{name} is {shown(response_id)}: there is no such response; it {_WHY_GONE}", param=name)
 
 
-async def _conversation(store: ResponseStore, body: ResponseRequest) -> list[Item]:
-    """Return all items that the response is generated from: the previous responses', then the request's."""
+async def _own_items(body: ResponseRequest) -> list[Item]:
+    """Return the request's items, references among them."""
     if isinstance(body.input, list):
-        items = await asyncio.to_thread(normalize, body.input)  # calls hold arguments, whose size is not known
-    else:
-        items = normalize(body.input)
+        return await asyncio.to_thread(normalize, body.input)  # calls hold arguments, whose size is not known
+    return normalize(body.input)
+
+
+async def _resolved(store: ResponseStore, items: list[Item]) -> list[Item]:
+    """Return the items with those that are referred to in the places of the references."""
+    places = references(items)
+    if not places:
+        return items
+    found = await asyncio.to_thread(find_items, store.holders(places), places)
+    for item_id, place in places.items():
+        if item_id not in found:
+            raise NotFoundError(
+                f"input[{place}].id is {shown(item_id)}: there is no such item; its response {_WHY_GONE}", param="input"
+            )
+    return [found[item["id"]] if item["type"] == REFERENCE else item for item in items]
+
+
+async def _conversation(store: ResponseStore, body: ResponseRequest, items: list[Item]) -> list[Item]:
+    """Return all items that the response is generated from: the previous responses', then the request's."""
+    items = await _resolved(store, items)
     if body.previous_response_id is None:
         return items
     previous = store.get(body.previous_response_id)

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from ringserve.server.api.render.logprob_format import ChatLogprobs
 from ringserve.server.api.render.sse import Ending
-from ringserve.server.api.response_store import StoredResponse
+from ringserve.server.api.response_store import StoredResponse, output_ids
 from ringserve.server.api.responses import types
 from ringserve.server.api.responses.plan import Plan, Prepared, make_plan, not_found, prepare
 from ringserve.server.api.responses.protocol import ResponseRequest, deleted, item_list
@@ -159,7 +159,8 @@ def _events(plan: Plan, prepared: Prepared) -> ResponseEvents:
 
 def _keep(plan: Plan, response: bytes) -> None:
     if plan.stored_items is not None:
-        plan.serving.responses.put(plan.response_id, StoredResponse(response, plan.stored_items))
+        item_ids = (*output_ids(response), *plan.item_ids)
+        plan.serving.responses.put(plan.response_id, StoredResponse(response, plan.stored_items, item_ids))
 
 
 def _stored(request: Request) -> StoredResponse:

@@ -1,9 +1,11 @@
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringserve.server.api.response_store import ResponseStore, StoredResponse, encode_items
+from ringserve.server.api.response_store import ResponseStore, StoredResponse, encode_items, find_items, output_ids
+from ringserve.server.errors import RequestError
 
 
 def stored(num_bytes: int = 10) -> StoredResponse:
@@ -77,3 +79,41 @@ def test_a_response_above_its_share_is_not_kept_and_pushes_nothing_out() -> None
     store.put("c", stored(5000))
     assert store.get("a") is not None
     assert (len(store), store.num_bytes) == (1, 100)
+
+
+def holding(*names: str, text: str = "") -> StoredResponse:
+    """Return a response whose output are items of these names; each came from an item of the name with _in."""
+    items = [[{"id": name + suffix, "text": text} for name in names] for suffix in ("", "_in")]
+    response = json.dumps({"id": "resp", "output": items[0]}).encode()
+    return StoredResponse(response, encode_items(items[1]), (*output_ids(response), *(f"{name}_in" for name in names)))
+
+
+def test_an_item_is_found_by_its_id_as_long_as_the_response_that_it_came_with() -> None:
+    store = ResponseStore(max_responses=2)
+    store.put("r1", holding("a", "b"))
+    store.put("r2", holding("c"))
+    wanted = ("a", "c_in", "b_in", "nothing")
+    assert sorted(find_items(store.holders(wanted), wanted)) == ["a", "b_in", "c_in"]
+    assert len(store.holders(["c", "c_in"])) == 1
+    store.holders(["a"])  # a use: r2 is the oldest now
+    store.put("r3", holding("d"))
+    assert store.holders(["c", "c_in"]) == []
+    assert store.delete("r1")
+    assert store.holders(["a", "b", "a_in"]) == []
+    assert len(store.holders(["d"])) == 1
+
+
+def test_a_response_that_is_put_again_has_its_new_items_alone() -> None:
+    store = ResponseStore()
+    store.put("r", holding("a"))
+    store.put("r", holding("b"))
+    assert store.holders(["a"]) == []
+    assert len(store.holders(["b"])) == 1
+
+
+def test_items_that_are_referred_to_are_bounded_together() -> None:
+    text = "x" * (4 << 20)
+    holders = [holding(str(number), text=text) for number in range(5)]
+    assert len(find_items(holders, ["0", "1", "2"])) == 3
+    with pytest.raises(RequestError, match=r"^input refers to items of more than 16777216 bytes"):
+        find_items(holders, ["0", "1", "2", "3", "4"])

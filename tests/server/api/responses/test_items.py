@@ -4,8 +4,9 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
-from ringserve.server.api.responses.items import chat_messages, normalize, turn_starts
+from ringserve.server.api.responses.items import chat_messages, made_ids, normalize, references, turn_starts
 from ringserve.server.errors import RequestError
+from tests.server.api.test_chat_request import NO_OBJECTS
 
 USER = {"role": "user", "content": "Hi"}
 CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Paris"}'}
@@ -79,7 +80,6 @@ def test_items_are_listed_as_the_sdk_types_them() -> None:
         (["Hi"], r"input\[0\] is 'Hi'"),
         ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "only text is supported"),
         ([{"role": "user", "content": [{"type": "input_text", "text": 3}]}], "only text is supported"),
-        ([{"type": "item_reference", "id": "msg_1"}], "'item_reference'"),
         ([{"type": "computer_call", "id": "x"}], "'computer_call'"),
         ([{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]}], "only text"),
         ([{"content": "x"}], r"input\[0\]\.type is None"),
@@ -114,19 +114,43 @@ def test_turns_start_at_the_users_messages_but_the_first() -> None:
     assert turn_starts(normalize("Hi")) == []
 
 
-@pytest.mark.parametrize("arguments", ['{"a": nope}', "[1]", '{"a": '])
-def test_a_call_that_the_model_wrote_wrongly_is_left_out_of_the_prompt_with_its_result(arguments: str) -> None:
-    user, right = normalize("a"), normalize([CALL, RESULT])
-    call = {"type": "function_call", "call_id": "c2", "name": "f", "arguments": arguments, "status": "completed"}
-    result = normalize([{"type": "function_call_output", "call_id": "c2", "output": "that was no JSON"}])
-    told = chat_messages(None, [*user, *right, call, *result, *user])
-    assert told == chat_messages(None, [*user, *right, *user])
+@pytest.mark.parametrize("status", ["completed", "incomplete", None])
+@pytest.mark.parametrize("written", NO_OBJECTS, ids=lambda text: text[:12])
+def test_a_call_of_any_text_stays_in_the_conversation_without_arguments(written: str, status: str | None) -> None:
+    told = messages([USER, {**CALL, "arguments": written, "status": status}, RESULT, USER])
+    assert [message["role"] for message in told] == ["user", "assistant", "tool", "user"]
+    assert told[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {}}
+    assert told[2]["content"] == "sunny"
 
 
-def test_a_call_that_was_cut_is_left_out_of_the_prompt_and_a_client_s_wrong_arguments_are_named() -> None:
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": '}
-    user = {"role": "user", "content": "a"}
-    assert [message["role"] for message in messages([user, {**call, "status": "incomplete"}, user])] == ["user", "user"]
-    with pytest.raises(RequestError, match=r"^input\[0\]\.arguments is ") as caught:
-        messages([call])
-    assert caught.value.param == "input[0].arguments"
+def test_content_and_summary_may_be_null() -> None:
+    told = messages([USER, {"role": "assistant", "content": None}, CALL, RESULT])
+    assert told == messages([USER, CALL, RESULT])
+    for reasoning in ({"summary": None}, {"summary": None, "content": None, "encrypted_content": None}):
+        (item,) = normalize([{"type": "reasoning", "id": "rs_1", **reasoning}])
+        assert item == {"id": "rs_1", "type": "reasoning", "summary": [], "content": []}
+
+
+@pytest.mark.parametrize(
+    "item", [{"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}, {"type": None, "id": "msg_1"}]
+)
+def test_an_item_of_an_id_alone_is_a_reference(item: dict[str, Any]) -> None:
+    assert references(normalize([USER, item])) == {"msg_1": 1}
+
+
+@pytest.mark.parametrize("item", [{"type": "item_reference"}, {"type": "item_reference", "id": 5}, {"id": None}, {}])
+def test_a_reference_needs_an_id(item: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r"^input\[0\]"):
+        normalize([item])
+
+
+def test_an_item_is_referred_to_once() -> None:
+    with pytest.raises(RequestError, match=r"^input\[2\]\.id is 'msg_1' for the second time"):
+        references(normalize([{"id": "msg_1"}, USER, {"id": "msg_1"}]))
+
+
+def test_ids_that_clients_chose_are_not_made_here() -> None:
+    given = [USER, {**USER, "id": "mine"}, {"id": "msg_1"}, {**CALL, "id": None}]
+    items = normalize(given)
+    assert made_ids(given, items) == (items[0]["id"], items[3]["id"])
+    assert made_ids("Hi", normalize("Hi"))[0].startswith("msg_")
