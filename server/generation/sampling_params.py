@@ -9,7 +9,7 @@ from ringserve.server.generation.param_types import check_types
 from ringserve.shm_transport.records import MAX_LOGPROBS
 
 MAX_N = 128
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 64  # OpenAI's 4 is its own; editors and code benchmarks send 5 to 12
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_REPETITION_PENALTY = 100.0  # and one over it the least

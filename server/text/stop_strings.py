@@ -1,5 +1,7 @@
 """Stop strings over a stream of text pieces: which one completes first, and what may be sent meanwhile."""
 
+from array import array
+
 
 class StopStringChecker:
     """Finds the first stop string that completes after `min_tokens` tokens.
@@ -52,6 +54,8 @@ class StopStringChecker:
         """Return where in the piece the first stop string ends, and that stop string."""
         first_end, first = len(piece) + 1, None
         for matcher in self._matchers:
+            if not matcher.num_matched and matcher.stop[0] not in piece:
+                continue  # all but a few of many stop strings
             end = matcher.advance(piece)
             if 0 < end < first_end:
                 first_end, first = end, matcher.stop
@@ -68,7 +72,9 @@ class _Matcher:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.num_matched = 0
-        self._borders = [0, 0]  # [n]: longest proper beginning of stop[:n] that also ends it; grows as text matches
+        self._borders = array(
+            "H", (0, 0)
+        )  # [n]: longest proper beginning of stop[:n] that also ends it; grows as text matches
 
     def advance(self, piece: str) -> int:
         """Read a piece; return where in it the stop string first ends, 0 if nowhere."""

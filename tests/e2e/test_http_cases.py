@@ -14,6 +14,7 @@ from ringserve.server.errors import ErrorCode
 CASES = json.loads(Path(__file__).with_name("http_cases.json").read_text())
 MODEL = "SmolLM2-135M-Instruct"
 
+MESSAGES = [{"role": "user", "content": "a"}]
 
 def refuse_constant(name: str) -> None:
     raise AssertionError(f"{name} is no JSON")
@@ -148,7 +149,7 @@ BAD_FIELDS = [
     ("top_k", "-2"), ("top_k", "1.5"), ("top_k", "99999999999"), ("min_p", "-1"), ("min_p", "2"), ("seed", "1.5"),
     ("seed", "9223372036854775808"), ("n", "-1"), ("n", "129"), ("n", "null1"), ("n", '"2"'), ("max_tokens", "0"),
     ("max_tokens", "-5"), ("max_tokens", "1.5"), ("max_tokens", "true"), ("max_tokens", "99999999"),
-    ("min_tokens", "-1"), ("min_tokens", "100"), ("stop", '["a","b","c","d","e"]'), ("stop", '[["a"]]'),
+    ("min_tokens", "-1"), ("min_tokens", "100"), ("stop", json.dumps(["a"] * 65)), ("stop", '[["a"]]'),
     ("stop", "{}"), ("stop", '[null]'), ("stop", '""'), ("stop", '["a", ""]'), ("stop", '"\\udc00"'),
     ("stop_token_ids", "[-1]"), ("stop_token_ids", "[49152]"), ("stop_token_ids", "[1.5]"), ("stop_token_ids", "5"),
     ("stop_token_ids", '["a"]'), ("stream", '"true"'), ("stream", "1"), ("stream_options", "{}"),
@@ -360,8 +361,38 @@ def test_a_client_that_offers_another_protocol_is_answered_in_http_1_1_and_keeps
     assert data.endswith(b"0\r\n\r\n")
 
 
-@pytest.mark.parametrize("name", ["a b", "x" * 129, "\xe9"])
-def test_a_wrong_name_of_a_request_is_the_header_s_if_it_has_one(synthetic, name) -> None:
+HUMAN_EVAL = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("stop", [HUMAN_EVAL, [f"stop {i}" for i in range(63)] + ["s"]], ids=["5", "64"])
+def test_many_stop_strings_are_taken_and_each_of_them_counts(synthetic, path, stop) -> None:
+    prompt = {"completions": {"prompt": "a"}, "responses": {"input": "a"}}.get(path[4:], {"messages": MESSAGES})
+    assert synthetic.post(path, **prompt, stop=stop).status_code == 200
+    if path == "/v1/completions":
+        whole = synthetic.complete(prompt="a", max_tokens=12)["choices"][0]["text"]
+        choice = synthetic.complete(prompt="a", max_tokens=12, stop=[*stop[:4], whole[5:9]])["choices"][0]
+        assert (choice["text"], choice["stop_reason"]) == (whole[:5], whole[5:9])
+
+
+GATEWAYS = [
+    "7e0f0e0a#42",
+    "JKJaXmPLvHcESHA=",
+    "a, b",
+    "|abc.def.",
+    "x" * 129,
+    "\xe9",
+    "a b",
+    '"a"',
+    "{a}",
+    "a;b",
+    "%7f",
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"])
+@pytest.mark.parametrize("name", GATEWAYS)
+def test_a_gateway_s_odd_name_of_a_request_is_replaced(synthetic, path, name) -> None:
     headers = {"X-Request-Id": name.encode("latin-1")}
     response = synthetic.client.post("/v1/completions", json={"prompt": "a", "request_id": "good"}, headers=headers)
     assert response.status_code == 400

@@ -79,7 +79,7 @@ BOUNDS: list[tuple[str, list[object], list[object]]] = [  # of a completion: val
     ("repetition_penalty", [0.01, 100], [0.009, 101]),
     ("request_id", ["a" * 128, "a_.:@/-9"], ["", "a" * 129, "a b"]),
     ("seed", [-(2**63), 2**63 - 1], [-(2**63) - 1, 2**63]),
-    ("stop", ["a" * 1024, ["a"] * 4, []], ["", [""], "a" * 1025, ["a", "b", "c", "d", "e"]]),
+    ("stop", ["a" * 1024, ["a"] * 64, []], ["", [""], "a" * 1025, ["a"] * 65]),
     ("stop_token_ids", [[0], [3] * 1024], [[-1], [3] * 1025]),
     ("stream_interval", [1], [0]),
     ("temperature", [0, 2], [-0.1, 2.1]),

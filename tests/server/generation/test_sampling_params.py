@@ -69,7 +69,7 @@ def test_without_a_seed_every_request_draws_its_own(seed: int | None) -> None:
 
 
 def test_a_list_that_is_too_long_is_told_by_its_length() -> None:
-    with pytest.raises(RequestError, match=r"^stop is a list of 5 strings: at most 4$"):
-        SamplingParams(stop=("a",) * 5)
+    with pytest.raises(RequestError, match=r"^stop is a list of 65 strings: at most 64$"):
+        SamplingParams(stop=("a",) * 65)
     with pytest.raises(RequestError, match=r"^stop is or holds a string of 1025 characters: at most 1024$"):
         SamplingParams(stop=("a" * 1025,))
