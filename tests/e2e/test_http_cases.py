@@ -1,6 +1,7 @@
 """Requests that broke public servers, with the right answers, and others of their kind; on the real HTTP server."""
 
 import json
+import re
 import socket
 import time
 from pathlib import Path
@@ -13,8 +14,8 @@ from ringserve.server.errors import ErrorCode
 
 CASES = json.loads(Path(__file__).with_name("http_cases.json").read_text())
 MODEL = "SmolLM2-135M-Instruct"
-
 MESSAGES = [{"role": "user", "content": "a"}]
+
 
 def refuse_constant(name: str) -> None:
     raise AssertionError(f"{name} is no JSON")
@@ -394,7 +395,10 @@ GATEWAYS = [
 @pytest.mark.parametrize("name", GATEWAYS)
 def test_a_gateway_s_odd_name_of_a_request_is_replaced(synthetic, path, name) -> None:
     headers = {"X-Request-Id": name.encode("latin-1")}
-    response = synthetic.client.post("/v1/completions", json={"prompt": "a", "request_id": "good"}, headers=headers)
-    assert response.status_code == 400
-    check_error(response)
-    assert response.json()["error"]["param"] == "X-Request-Id"
+    body = {"prompt": "a", "input": "a", "messages": MESSAGES}
+    response = synthetic.client.post(path, json=body if "resp" not in path else {"input": "a"}, headers=headers)
+    assert response.status_code == 200, response.text
+    assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
+    named = {"input": "a", "request_id": "good"} if "resp" in path else {**body, "request_id": "good"}
+    assert synthetic.client.post(path, json=named, headers=headers).headers["x-request-id"] == "good"
+    assert synthetic.client.post(path, json={**named, "request_id": "a b"}, headers=headers).status_code == 400
