@@ -2,7 +2,10 @@
 
 import functools
 import http.server
+import json
 import queue
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +17,31 @@ from tests.e2e.conftest import RunningServer
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
+
+
+def run_node(script: Path, packages: tuple[str, ...], *arguments: str, scratch: Path) -> dict[str, object]:
+    """Run a script under node, with npm packages (NAME@VERSION) from the user's cache; return the JSON it prints."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("node and npm are not installed")
+    folder = Path.home() / ".cache" / "ringserve" / "-".join(("npm", *packages)).replace("/", "_")
+    if not (folder / "node_modules").is_dir():
+        _install(packages, scratch, folder)
+    shutil.copyfile(script, folder / script.name)  # beside node_modules, where node looks for packages
+    command = ["node", str(folder / script.name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def _install(packages: tuple[str, ...], scratch: Path, folder: Path) -> None:
+    """Install packages, then move them into their place, so that an interrupted run leaves nothing half done."""
+    command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(scratch), *packages]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"npm cannot install {packages}: {done.stderr.strip().splitlines()[-1:]}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.move(scratch, folder)
 
 
 class PageServer(http.server.ThreadingHTTPServer):

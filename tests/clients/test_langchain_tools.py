@@ -64,6 +64,18 @@ def test_a_tools_answer_goes_back_to_the_model(chat) -> None:
     assert chat.invoke([("human", TEXT), message, result]).content
 
 
+@pytest.mark.parametrize("is_responses", [False, True])
+def test_a_conversation_goes_on_after_a_call_that_was_cut(server, is_responses: bool) -> None:
+    chat = langchain_openai.ChatOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", model=MODEL, temperature=0, max_retries=0, max_tokens=12,
+        use_responses_api=is_responses,
+    )  # fmt: skip
+    message = chat.bind_tools([Weather], tool_choice="any").invoke(TEXT)
+    (call,) = message.invalid_tool_calls
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "error: bad arguments"}
+    assert chat.invoke([("human", TEXT), message, result]).content
+
+
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output_is_an_object_of_the_class(chat, method: str) -> None:
     assert isinstance(chat.with_structured_output(Weather, method=method).invoke(TEXT), Weather)
