@@ -195,6 +195,7 @@ def main() -> None:
     if options.pairs < MIN_PAIRS:
         parser.error(f"--pairs is {options.pairs}: at least {MIN_PAIRS}")
     console = Console()
+    console.width = max(console.width, 100)  # the table's
     ratios = compare(ROOT, options.against, options.benchmark, options.pairs, options.cells, console)
     estimates = {key: Estimate.of(values) for key, values in ratios.items()}
     show(estimates, options.bound, console)
