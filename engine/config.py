@@ -19,6 +19,7 @@ _AT_LEAST_ONE = (
     "block_size", "max_model_len", "max_num_seqs", "max_num_waiting", "max_num_batched_tokens", "num_threads",
     "kv_cache_tokens",
 )  # fmt: skip
+_MAX_PREFILL_SHARE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,9 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens, prompt and output together; None: as many as the model was made for
     max_num_seqs: int = 64  # seats, requests in one step; on CPUs a step's cost grows about linearly above 32
     max_num_waiting: int = 4096  # requests without a seat; twice what the server lets in, so it is the one to refuse
-    max_num_batched_tokens: int | None = None  # prompt tokens in a step where nobody decodes; None: by the device
+    max_num_batched_tokens: int | None = None  # most prompt tokens in a step; None: by the device
+    target_gap_s: float = 0.25  # the longest step with prompt tokens that is planned: streams wait for their next token
+    min_prefill_share: float = 0.5  # of such a step's time, for prompts, whatever the target: others wait for theirs
     num_threads: int | None = None  # CPU threads; None: all cores but one, which is left to the server process
     block_size: int = 32  # tokens of a KV cache block; fewer waste less of a last block, and make longer tables
     runner: RunnerName = "auto"  # auto: fused where it gives transformers' logits, else hf, transformers' own code
@@ -55,6 +58,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise EngineConfigError(f"{name} is {value}: it must be at least 1")
+        if not self.target_gap_s > 0.0:
+            raise EngineConfigError(f"target_gap_s is {self.target_gap_s}: it must be above 0")
+        if not 0.0 <= self.min_prefill_share <= _MAX_PREFILL_SHARE:
+            raise EngineConfigError(f"min_prefill_share is {self.min_prefill_share}: from 0 to {_MAX_PREFILL_SHARE}")
 
     def resolve_num_batched_tokens(self, device: str) -> int:
         """Return how many prompt tokens a step takes where nobody decodes; `device` is a torch device type.

@@ -10,7 +10,7 @@ import enum
 import numpy as np
 
 MAGIC = int.from_bytes(b"ringsrv\0", "little")
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 CACHE_LINE_BYTES = 64
 ENGINE_HANDLE = 2**64 - 1  # in an ERROR record: the engine itself failed, not one request
 GRAMMAR_END = -2  # a stop_token_id: the grammar admits nothing after the row's last token, which is text
@@ -169,7 +169,7 @@ ADD_FIELDS = np.dtype(
         ("cache_salt_bytes", "<u4"),  # UTF-8; prompts of different salts share no cached block
         ("adapter_bytes", "<u4"),  # UTF-8; name of a LoRA adapter, empty: the model as it is
         ("grammar_bytes", "<u4"),  # UTF-8; an llguidance grammar that the output has to follow, empty: none
-        ("reserved", "<u4"),  # 0; keeps the sections aligned
+        ("num_sibling_tokens", "<u4"),  # prompt tokens of the other prompts of the same call
     ]
 )
 

@@ -47,7 +47,11 @@ class EngineCore:
     def __init__(self, config: EngineConfig, *, runner: Runner | None = None) -> None:
         self._runner = runner or make_runner(config)
         self._pool = BlockPool(self._runner.num_blocks, self._runner.block_size)
-        self.budget = ChunkBudget(config.resolve_num_batched_tokens(self._runner.device.type))
+        self.budget = ChunkBudget(
+            config.resolve_num_batched_tokens(self._runner.device.type),
+            target_gap_s=config.target_gap_s,
+            min_prefill_share=config.min_prefill_share,
+        )
         self.scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,
             max_num_waiting=config.max_num_waiting,
@@ -133,7 +137,7 @@ class EngineCore:
             return
         published_ns = time.monotonic_ns()
         self.scheduler.settle(plan)
-        self.budget.note(has_decodes=bool(plan.decodes), num_tokens=plan.num_chunk_tokens, elapsed_ns=self._elapsed_ns)
+        self.budget.note(num_decodes=len(plan.decodes), num_tokens=plan.num_chunk_tokens, elapsed_ns=self._elapsed_ns)
         self.step_costs.publish_ns += published_ns - self._handed_out_ns
         self.step_costs.settle_ns += time.monotonic_ns() - published_ns
 

@@ -136,7 +136,7 @@ class OverlappingCore:
         plan, costs, published_ns = done.plan, self._core.step_costs, time.monotonic_ns()
         self._core.scheduler.settle(plan, done.assumed)
         self._core.budget.note(
-            has_decodes=bool(plan.decodes), num_tokens=plan.num_chunk_tokens, elapsed_ns=self._elapsed_ns
+            num_decodes=len(plan.decodes), num_tokens=plan.num_chunk_tokens, elapsed_ns=self._elapsed_ns
         )
         costs.publish_ns += published_ns - self._handed_out_ns
         costs.settle_ns += time.monotonic_ns() - published_ns

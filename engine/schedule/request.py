@@ -62,7 +62,8 @@ class Request:
     arrival: int = 0  # its place among all that ever came, by which those of equal priority are served
     first_scheduled_ns: int = 0  # 0: not yet
     output_token_ids: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0  # whose keys and values are in the cache
+    num_computed_tokens: int = 0  # whose keys and values are in the cache; while it waits: that were found there last
+    num_passed_tokens: int = 0  # of prompts that were admitted while this one was the oldest and had no room
     block_ids: list[int] = field(default_factory=list)  # where those are, in order of the tokens
     num_registered_blocks: int = 0  # the first of `block_ids`, which the pool can find by their content
     content_id: int = 0  # the pool's name for the content of the last of those
@@ -96,6 +97,16 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output together."""
         return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def num_sibling_tokens(self) -> int:
+        """Prompt tokens of the other prompts of its call."""
+        return self.params.num_sibling_tokens
 
     @property
     def is_decoding(self) -> bool:

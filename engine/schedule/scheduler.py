@@ -1,30 +1,27 @@
 """Decides who runs in each step and who is done. Pure Python, no torch; called by the engine's loop thread alone.
 
 Continuous batching: requests join and leave at every step. A step takes one token of each request that decodes, then as
-many prompt tokens as the chunk budget allows, of prompts that are under way and of requests that wait: first come first
-served within a priority. A request holds the blocks of its whole prompt from its first chunk on, and takes one
-more block whenever its output needs one. When there is none, the newest running request gives up its blocks and waits
-again; what it had computed is found in the prefix cache, if it is still there, or computed again.
+many prompt tokens as the chunk budget allows, of prompts under way and of requests that wait, in the order of
+prompt_queue.py. A request holds the blocks of its whole prompt from its first chunk on, and takes one more block
+whenever its output needs one. When there is none, the newest running request gives up its blocks and waits again; what
+it had computed is found in the prefix cache, if it is still there, or computed again.
 """
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import inf, isfinite
-from operator import attrgetter
+from math import isfinite
 from typing import NamedTuple
 
 from ringserve.engine.interface import RequestFailedError
 from ringserve.engine.schedule.block_pool import BlockPool, Prefix, Salt
 from ringserve.engine.schedule.chunk_budget import ChunkBudget
+from ringserve.engine.schedule.prompt_queue import BY_AGE, MAX_UNDER_WAY, OLDEST_SHARE, PromptQueue, Shares, by_size
 from ringserve.engine.schedule.request import Request
 from ringserve.shm_transport.records import GRAMMAR_END, MAX_LOGPROBS, FinishReason, Pooling
 
 _UNKNOWN_TOKEN = 0  # stands for one that is being computed; any id of every vocabulary
 NO_TOKEN = -1  # an eos_token_id that is none, a stop_token_id that says EOS or nothing
-_RANK = attrgetter("rank")
-_LAST_RANK = (inf, 0)  # behind all others
-_MAX_SCORED_TOKENS = 512  # of prompts whose logprobs are wanted, a step: their logits are held all at once
 
 
 @dataclass(slots=True)
@@ -56,7 +53,6 @@ class Plan:
     scored: list[PromptRows] = field(default_factory=list)  # whose logits become prompt logprobs
     pooled: list[PromptRows] = field(default_factory=list)  # whose final hidden states become an embedding
     num_chunk_tokens: int = 0  # of all chunks
-    num_scored_tokens: int = 0  # of those, of prompts whose logprobs are wanted
 
     def handles(self) -> list[int]:
         """Everyone whose fate hangs on this step, forks that still wait for their prompt included."""
@@ -113,10 +109,9 @@ class Scheduler:
         self._budget = budget
         self._num_arrivals = 0
         self._live: dict[int, Request] = {}  # by handle
-        # Both by rank. Sorted lists: an insertion or removal among some thousands is cheaper than a heap's upkeep.
-        self._waiting: list[Request] = []
+        self._waiting = PromptQueue(lambda request: len(self._find_prefix(request).block_ids) * pool.block_size)
         self._held: set[Request] = set()  # may not run yet
-        self._running: list[Request] = []
+        self._running: list[Request] = []  # by age
         self._ended: list[Request] = []  # in this step; they hold their blocks until it is settled
 
     @property
@@ -159,14 +154,14 @@ class Scheduler:
         if is_held:
             self._held.add(request)
         else:
-            insort(self._waiting, request, key=_RANK)
+            self._waiting.add(request)
 
     def try_release(self, request: Request) -> bool:
         """Let a request run that was added as held; False if it has been dropped."""
         if request not in self._held:
             return False
         self._held.remove(request)
-        insort(self._waiting, request, key=_RANK)
+        self._waiting.add(request)
         return True
 
     def drop(self, handles: Iterable[int]) -> None:
@@ -181,7 +176,7 @@ class Scheduler:
                 self._unseat(request)
             elif request in self._held:
                 self._held.remove(request)
-            elif not self._try_remove_waiting(request):
+            elif not self._waiting.try_remove(request):
                 self._remove_fork(request)
 
     def schedule(self, now_ns: int) -> Plan:
@@ -277,7 +272,7 @@ class Scheduler:
         if request.block_ids:
             self._running.remove(request)
         else:  # it was preempted after its last token had been launched
-            self._try_remove_waiting(request)
+            self._waiting.try_remove(request)
         self._ended.append(request)
 
     def _plan_decodes(self, plan: Plan) -> None:
@@ -332,47 +327,80 @@ class Scheduler:
         request.num_computed_tokens = request.num_registered_blocks = request.content_id = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        insort(self._waiting, request, key=_RANK)  # to the front: it came before all that wait with its priority
+        self._waiting.add(request)
 
     def _plan_chunks(self, plan: Plan, now_ns: int, *, may_admit: bool) -> None:
-        """Spend the budget by rank, on prompts under way and on those who wait.
+        """Spend the budget: the oldest prompt's share first, then on all by size.
 
-        Not on the latter in a step that preempts: those who just lost their blocks would take them back.
+        Nobody is admitted in a step that preempts: those who just lost their blocks would take them back.
         """
-        budget = self._budget.tokens(has_decodes=bool(plan.decodes))
-        for request in tuple(self._running):
-            if not request.is_decoding:
-                if may_admit:
-                    budget = self._admit(plan, budget, now_ns, before=request.rank)
-                share = _share(plan, request, budget)
-                if share > 0:
-                    budget -= self._add_chunk(plan, request, share)
-        if may_admit:
-            self._admit(plan, budget, now_ns, before=_LAST_RANK)
+        under_way = [request for request in self._running if not request.is_decoding]
+        num_prompts = len(under_way) + len(self._waiting)
+        if not num_prompts:
+            return
+        shares = Shares(self._budget.tokens(num_decodes=len(plan.decodes), num_prompts=num_prompts))
+        oldest = min(filter(None, (*under_way[:1], self._waiting.oldest)), key=BY_AGE)
+        every = shares.budget
+        its_part = -(-shares.room(oldest, every) // OLDEST_SHARE)
+        turns = [(oldest, its_part), *((each, every) for each in self._by_size(under_way)), (oldest, every)]
+        for request, limit in turns:
+            if not request.block_ids and may_admit:
+                self._try_admit(request, shares.room(request, limit), under_way, oldest, now_ns)
+            if request.block_ids:
+                shares.give(request, limit)
+            elif request is oldest:
+                may_admit = may_admit and oldest.num_passed_tokens < (OLDEST_SHARE - 1) * oldest.num_tokens
+        for request, num_tokens in shares.num_tokens.items():
+            self._add_chunk(plan, request, num_tokens)
 
-    def _admit(self, plan: Plan, budget: int, now_ns: int, *, before: tuple[float, int]) -> int:
-        """Seat those who wait and rank before another, while seats, blocks and budget last; returns what is left of it.
+    def _by_size(self, under_way: list[Request]) -> list[Request]:
+        """Return the prompts that the step could take, first those that have little left."""
+        self._waiting.look_up()
+        num_free = self._max_num_seqs - len(self._running)
+        return sorted((*under_way, *self._waiting.smallest(num_free)), key=by_size)
 
-        Nobody overtakes the head of the queue.
+    def _try_admit(self, request: Request, share: int, under_way: list[Request], oldest: Request, now_ns: int) -> None:
+        """Give a request that waits a running slot and blocks for all its tokens, if it may have them now.
+
+        Args:
+            request: It.
+            share: How many of its tokens the step would take.
+            under_way: Prompts of which a part is computed; it joins them if the step does not complete it.
+            oldest: The prompt that has waited longest; others may pass it only for so long.
+            now_ns: Its first-scheduled stamp.
         """
-        while self._waiting and self._waiting[0].rank < before:
-            request = self._waiting[0]
-            share = _share(plan, request, budget)
-            num_taken = len(self._running) + sum(len(other.forks) for other in self._running)
-            if share <= 0 or num_taken >= self._max_num_seqs or not self._try_hold_blocks(request):
-                break
-            del self._waiting[0]
-            insort(self._running, request, key=_RANK)
-            request.first_scheduled_ns = request.first_scheduled_ns or now_ns
-            budget -= self._add_chunk(plan, request, share)
-        return budget
+        is_last = request.num_tokens_left <= share
+        num_taken = len(self._running) + sum(len(other.forks) for other in self._running)
+        if share <= 0 or num_taken >= self._max_num_seqs:
+            return
+        if not is_last and not self._may_begin(request, under_way, is_oldest=request is oldest):
+            return
+        prefix = self._find_prefix(request)
+        num_new = -(-request.num_tokens // self._pool.block_size) - len(prefix.block_ids)
+        # One block is left for each who runs to grow into.
+        if num_new + len(self._running) > self._pool.num_free_without(prefix.block_ids):
+            return
+        if not oldest.block_ids and request is not oldest:
+            oldest.num_passed_tokens += request.num_tokens
+        self._waiting.try_remove(request)
+        self._hold_blocks(request, prefix, num_new)
+        insort(self._running, request, key=BY_AGE)
+        if not is_last:
+            under_way.append(request)
+        request.num_passed_tokens = 0
+        request.first_scheduled_ns = request.first_scheduled_ns or now_ns
 
-    def _try_hold_blocks(self, request: Request) -> bool:
-        """Give the request blocks for all its tokens, found ones first; leaves one for each who runs to grow into."""
-        pool, prefix = self._pool, self._find_prefix(request)
-        num_new = -(-request.num_tokens // pool.block_size) - len(prefix.block_ids)
-        if num_new + len(self._running) > pool.num_free_without(prefix.block_ids):
-            return False
+    def _may_begin(self, request: Request, under_way: list[Request], *, is_oldest: bool) -> bool:
+        """Whether a prompt may begin that the step does not complete: few at once, in half of the cache."""
+        num_before = sum(each.params.priority <= request.params.priority for each in under_way)
+        if is_oldest:
+            return num_before <= MAX_UNDER_WAY
+        num_held = sum(len(each.block_ids) for each in under_way) + request.num_tokens // self._pool.block_size
+        return num_before < MAX_UNDER_WAY and (not under_way or num_held <= self._pool.num_blocks // 2)
+
+    def _hold_blocks(self, request: Request, prefix: Prefix, num_new: int) -> None:
+        """Give the request blocks for all its tokens, found ones first."""
+        pool = self._pool
         pool.hold(prefix.block_ids)
         request.block_ids = prefix.block_ids + pool.allocate(num_new)
         request.num_registered_blocks = len(prefix.block_ids)
@@ -382,7 +410,6 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed_tokens
         pool.counters.num_queried_tokens += request.num_tokens
         pool.counters.num_hit_tokens += request.num_computed_tokens
-        return True
 
     def _find_prefix(self, request: Request) -> Prefix:
         params = request.params
@@ -393,20 +420,16 @@ class Scheduler:
         # Not the last token: its logits are wanted.
         return self._pool.find_prefix(request.token_ids_between(0, request.num_tokens - 1), _salt(request))
 
-    def _add_chunk(self, plan: Plan, request: Request, share: int) -> int:
-        """Plan as much of a request's prompt as its share allows; returns how many tokens that is."""
-        num_left = request.num_tokens - request.num_computed_tokens
-        chunk = Chunk(request, min(num_left, share), is_last=num_left <= share)
+    def _add_chunk(self, plan: Plan, request: Request, num_tokens: int) -> None:
+        """Plan the next tokens of a request's prompt."""
+        chunk = Chunk(request, num_tokens, is_last=num_tokens == request.num_tokens_left)
         self._collect(plan, chunk)
         plan.chunks.append(chunk)
         plan.num_chunk_tokens += chunk.num_tokens
-        if request.params.num_prompt_logprobs >= 0:
-            plan.num_scored_tokens += chunk.num_tokens
         if chunk.is_last and not request.params.pooling:
             requests = [request, *self._seat_forks(request)]
             plan.sampled += requests
             plan.sampled_rows += [len(plan.decodes) + plan.num_chunk_tokens - 1] * len(requests)
-        return chunk.num_tokens
 
     def _collect(self, plan: Plan, chunk: Chunk) -> None:
         """Plan what is wanted of a chunk beside its keys and values; not what was delivered before a preemption."""
@@ -438,9 +461,9 @@ class Scheduler:
             fork.num_cached_tokens = request.num_cached_tokens
             fork.num_preemptions = request.num_preemptions
             fork.first_scheduled_ns = request.first_scheduled_ns
-            insort(self._running, fork, key=_RANK)
+            insort(self._running, fork, key=BY_AGE)
         for fork in forks[count:]:
-            insort(self._waiting, fork, key=_RANK)
+            self._waiting.add(fork)
         return forks[:count]
 
     def _register(self, request: Request, num_computed: int) -> None:
@@ -456,13 +479,6 @@ class Scheduler:
         heir = request.forks.pop(0)
         request.handle, request.seed = heir.handle, heir.seed
         self._live[heir.handle] = request
-
-    def _try_remove_waiting(self, request: Request) -> bool:
-        index = bisect_left(self._waiting, request.rank, key=_RANK)
-        if index == len(self._waiting) or self._waiting[index] is not request:
-            return False
-        del self._waiting[index]
-        return True
 
     def _remove_fork(self, request: Request) -> None:
         parent = next(other for other in self._live.values() if request in other.forks)
@@ -532,13 +548,6 @@ def _computed(plan: Plan) -> list[tuple[Request, int]]:
     """Return whose blocks a step fills, and how many of their tokens are computed after it, as they stand now."""
     requests = (*plan.sampled, *[chunk.request for chunk in plan.chunks if not chunk.is_last])
     return [(request, request.num_computed_tokens) for request in requests]
-
-
-def _share(plan: Plan, request: Request, budget: int) -> int:
-    """Return how much of what is left of a step's budget a request's prompt may have."""
-    if request.params.num_prompt_logprobs < 0:
-        return budget
-    return min(budget, _MAX_SCORED_TOKENS - plan.num_scored_tokens)
 
 
 def _may_stop(request: Request, num_outputs: int) -> bool:

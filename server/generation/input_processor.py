@@ -104,6 +104,7 @@ class ProcessedRequest:
     deadline_s: float | None = None
     pooling: Pooling = Pooling.NONE
     is_normalized: bool = False
+    num_sibling_tokens: int = field(init=False, default=0)  # prompt tokens of the other prompts of its call
     prompt_array: NDArray[np.int32] = field(init=False)  # prompt_token_ids for the engine, once for all n sequences
 
     def __post_init__(self) -> None:
@@ -124,7 +125,7 @@ class ProcessedRequest:
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
             num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
             priority=self.priority, cache_salt=self.cache_salt, adapter=self.adapter, pooling=self.pooling,
-            is_normalized=self.is_normalized, grammar=params.grammar,
+            is_normalized=self.is_normalized, grammar=params.grammar, num_sibling_tokens=self.num_sibling_tokens,
         )  # fmt: skip
 
 
@@ -161,7 +162,7 @@ class InputProcessor:
         for request in requests:
             if request.params.grammar:
                 await self.grammars.check(request.params.grammar)
-        return await _each(self._process, requests)
+        return _siblings(await _each(self._process, requests))
 
     async def process_encode(self, requests: list[EncodeRequest]) -> list[ProcessedRequest]:
         """Do what process_all does for requests that want an embedding.
@@ -171,7 +172,7 @@ class InputProcessor:
         """
         if not self._model.embedding_size:
             raise RequestError("this engine makes no embeddings: use one that serves a model", param="model")
-        return await _each(self._process_encode, requests)
+        return _siblings(await _each(self._process_encode, requests))
 
     def check_token_ids(self, field_name: str, token_ids: "list[int] | tuple[int, ...]") -> None:
         """Refuse what is no token id of the model.
@@ -310,6 +311,14 @@ class InputProcessor:
         size = self._model.vocab_size
         for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             check_field(value is None or value <= size, name, value, f"the vocabulary has {size} tokens")
+
+
+def _siblings(prompts: list[ProcessedRequest]) -> list[ProcessedRequest]:
+    """Tell each prompt of a call how long the others are: the scheduler counts them as one."""
+    num_tokens = sum(len(each.prompt_token_ids) for each in prompts)
+    for each in prompts:
+        object.__setattr__(each, "num_sibling_tokens", num_tokens - len(each.prompt_token_ids))
+    return prompts
 
 
 _Request = TypeVar("_Request", GenerateRequest, EncodeRequest)

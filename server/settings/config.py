@@ -27,6 +27,9 @@ def _synthetic(default: Any, help_text: str, metavar: str) -> Any:
     return _option(default, help_text, metavar, group="synthetic engine (--engine synthetic)")
 
 
+_MAX_PREFILL_PERCENT = 95  # streams still get a token every twenty times their own step
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeConfig:
     """What the server needs to know. None means: the model's own, or what the machine has."""
@@ -93,7 +96,11 @@ class ServeConfig:
     num_threads: int | None = _option(None, "of the engine on CPUs; all cores but one if unset", "N")
     kv_cache_tokens: int | None = _option(None, "size of the KV cache; half of the free memory if unset", "N")
     block_size: int | None = _option(None, "tokens in a block of the KV cache", "N")
-    max_num_batched_tokens: int | None = _option(None, "prompt tokens in a step; by the device if unset", "N")
+    max_num_batched_tokens: int | None = _option(None, "most prompt tokens in a step; by the device if unset", "N")
+    target_gap_ms: float = _option(
+        250.0, "longest step with prompt tokens, the gap that running streams see then", "MS"
+    )
+    min_prefill_percent: int = _option(50, "least part of such a step's time for prompts, whatever the target", "N")
     max_model_len: int | None = _option(None, "longest prompt and output together, tokens; the model's if unset", "N")
     max_num_seqs: int | None = _option(None, "sequences that run at once; the engine's choice if unset", "N")
     log_format: str = _option("text", "of the log, on stderr", choices=FORMATS)
@@ -116,12 +123,17 @@ class ServeConfig:
         """Raise StartupError for a value out of its range."""
         _at_least(self, 0, "sse_keep_alive_interval", "write_timeout", "receive_timeout")
         _at_least(self, 0, "port", "max_stored_responses", "drain_timeout", "step_time_ms", "prefill_time_ms")
+        _at_least(self, 0, "min_prefill_percent")
         _at_least(self, 1, "stream_interval", "max_num_queued_reqs", "max_body_mb", "tokens_per_step", "step_timeout")
-        _at_least(self, 1, "max_model_len", "max_num_seqs", "num_threads", "kv_cache_tokens", "block_size")
+        _at_least(
+            self, 1, "target_gap_ms", "max_model_len", "max_num_seqs", "num_threads", "kv_cache_tokens", "block_size"
+        )
         _at_least(
             self, 1, "max_num_batched_tokens", "embedding_size", "max_concurrency_per_key", "max_num_queued_tokens"
         )
         _at_least(self, -1, "fail_after")
+        if self.min_prefill_percent > _MAX_PREFILL_PERCENT:
+            raise StartupError(f"--min-prefill-percent is {self.min_prefill_percent}: at most {_MAX_PREFILL_PERCENT}")
         for each in fields(self):
             value = getattr(self, each.name)
             if value is not None and value not in (choices := each.metadata.get("choices", (value,))):
@@ -166,6 +178,7 @@ class ServeConfig:
                 "model": str(tokenizer.parent), "dtype": self.dtype, "device": self.device,
                 "quantization": self.quantization, "runner": self.runner, "deterministic": self.deterministic,
                 "overlap": self.overlap, "runtime_adapters": self.enable_dev_routes,
+                "target_gap_s": self.target_gap_ms / 1e3, "min_prefill_share": self.min_prefill_percent / 100,
                 **given, **self._given("num_threads", "kv_cache_tokens", "block_size", "max_num_batched_tokens"),
             }  # fmt: skip
             if self.adapters:

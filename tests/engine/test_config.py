@@ -18,6 +18,10 @@ def test_a_config_survives_json() -> None:
         ({"dtype": "int8"}, "dtype is 'int8': use one of auto, bfloat16, float16, float32"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0: it must be at least 1"),
+        ({"target_gap_s": 0.0}, "target_gap_s is 0.0: it must be above 0"),
+        ({"target_gap_s": float("nan")}, "target_gap_s is nan"),
+        ({"min_prefill_share": -0.1}, "min_prefill_share is -0.1: from 0 to 0.95"),
+        ({"min_prefill_share": 1.0}, "min_prefill_share is 1.0"),
         ({"max_model_len": -5}, "max_model_len is -5"),
     ],
 )

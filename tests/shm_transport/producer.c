@@ -39,7 +39,7 @@ static ring_t attach(const char *name, uint32_t kind, uint64_t epoch) {
     if (ring.memory == MAP_FAILED) DIE("cannot map %s\n", name);
     memcpy(&magic, "ringsrv", 8);
     expect("magic", GET(uint64_t, ring.memory), magic);
-    expect("version", GET(uint32_t, ring.memory + 8), 3);
+    expect("version", GET(uint32_t, ring.memory + 8), 4);
     expect("ring", GET(uint32_t, ring.memory + 12), kind);
     expect("file size", file.st_size, GET(uint64_t, ring.memory + 24));
     expect("epoch", GET(uint64_t, ring.memory + 32), epoch);

@@ -10,10 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ringserve.engine.interface import RequestFailedError
 from ringserve.engine.schedule.block_pool import BlockPool
 from ringserve.engine.schedule.chunk_budget import ChunkBudget
+from ringserve.engine.schedule.prompt_queue import MAX_UNDER_WAY, by_size
 from ringserve.engine.schedule.request import Request
 from ringserve.engine.schedule.scheduler import Finish, Plan, Scheduler
 from ringserve.shm_transport.messages import AddRequest, Fork
-from ringserve.shm_transport.records import FinishReason
+from ringserve.shm_transport.records import FinishReason, Pooling
 
 SIZE = 4
 
@@ -25,8 +26,8 @@ class FixedBudget(ChunkBudget):
         super().__init__(alone)
         self.sizes = {False: alone, True: beside_decodes}
 
-    def tokens(self, *, has_decodes: bool) -> int:
-        return self.sizes[has_decodes]
+    def tokens(self, *, num_decodes: int, num_prompts: int) -> int:  # noqa: ARG002  # ChunkBudget's
+        return self.sizes[num_decodes > 0]
 
 
 def request(handle: int, prompt: int | list[int] = 4, **params: Any) -> Request:
@@ -101,18 +102,123 @@ def test_the_budget_beside_decodes_is_one_of_its_own(make: MakeScheduler) -> Non
     assert [chunks(step(scheduler)) for _ in range(3)] == [[(2, 6)], [(2, 6)], [(2, 2)]]
 
 
-def test_what_a_last_chunk_leaves_of_the_budget_goes_to_the_next_in_the_queue(make: MakeScheduler) -> None:
+def test_what_a_last_chunk_leaves_of_the_budget_goes_to_the_next(make: MakeScheduler) -> None:
     scheduler = make(budget=FixedBudget(alone=10, beside_decodes=10))
-    for handle, length in ((1, 6), (2, 7), (3, 4)):
+    for handle, length in ((1, 6), (2, 7), (3, 8)):
         scheduler.add(request(handle, length))
     assert chunks(step(scheduler)) == [(1, 6), (2, 4)]
-    assert chunks(step(scheduler)) == [(2, 3), (3, 4)]
+    assert chunks(step(scheduler)) == [(2, 3), (3, 7)]
+
+
+def test_a_short_prompt_goes_before_long_ones_under_way_and_the_oldest_keeps_a_fourth(make: MakeScheduler) -> None:
+    scheduler = make(budget=FixedBudget(alone=12, beside_decodes=12))
+    for handle in (1, 2):
+        scheduler.add(request(handle, 60))
+    assert chunks(step(scheduler)) == [(1, 12)]
+    scheduler.add(request(3, 5))
+    scheduler.add(request(4, 20))
+    assert chunks(step(scheduler)) == [(1, 3), (3, 5), (4, 4)]
+    assert chunks(step(scheduler)) == [(1, 3), (4, 9)]
+    assert chunks(step(scheduler)) == [(1, 5), (4, 7)]
+    assert chunks(step(scheduler)) == [(1, 12)]
+
+
+def test_what_the_prefix_cache_has_of_a_prompt_counts_as_done(make: MakeScheduler) -> None:
+    scheduler = make(budget=FixedBudget(alone=30, beside_decodes=8))
+    scheduler.add(request(1, list(range(28)), max_tokens=1))
+    step(scheduler)
+    scheduler.add(request(2, 40))
+    step(scheduler)
+    scheduler.add(request(3, 7))
+    scheduler.add(request(4, [*range(28), 99]))  # one left
+    assert [handle for handle, _ in chunks(step(scheduler))] == [2, 4, 3]
+
+
+def test_a_waiting_prompt_comes_up_sooner_once_another_has_computed_its_beginning(make: MakeScheduler) -> None:
+    budget = FixedBudget(alone=21)
+    scheduler = make(budget=budget)
+    scheduler.add(request(1, [*range(20), 50], max_tokens=1, priority=-1))
+    scheduler.add(request(2, 15))
+    scheduler.add(request(3, [*range(20), 60]))
+    assert chunks(step(scheduler)) == [(1, 21)]
+    budget.sizes[False] = 8
+    assert chunks(step(scheduler)) == [(2, 7), (3, 1)]
+
+
+def test_the_prompts_of_one_call_count_together(make: MakeScheduler) -> None:
+    scheduler = make(budget=FixedBudget(alone=8, beside_decodes=8), max_num_seqs=20)
+    for handle in range(1, 10):
+        scheduler.add(request(handle, 4, max_tokens=1, num_sibling_tokens=32))
+    assert chunks(step(scheduler)) == [(1, 4), (2, 4)]
+    scheduler.add(request(10, 6, max_tokens=1))
+    assert chunks(step(scheduler)) == [(3, 2), (10, 6)]
+    assert chunks(step(scheduler)) == [(3, 2), (4, 4), (5, 2)]
+
+
+@pytest.mark.parametrize("wish", [{}, {"num_prompt_logprobs": 0}, {"pooling": Pooling.LAST}])
+def test_few_prompts_are_under_way_and_short_ones_pass_them(wish: dict[str, Any], make: MakeScheduler) -> None:
+    scheduler = make(num_blocks=400, budget=FixedBudget(alone=9, beside_decodes=9), max_num_seqs=20)
+    for handle in range(1, 12):  # each shorter than those before
+        scheduler.add(request(handle, 90 - 4 * handle, **wish))
+        step(scheduler)
+    under_way = [one for one in scheduler._running if not one.is_decoding]
+    assert 2 <= len(under_way) <= MAX_UNDER_WAY + 1
+    scheduler.add(request(20, 5))
+    assert 20 in handles(step(scheduler).sampled)
+
+
+def test_prompts_under_way_do_not_keep_a_long_one_of_a_lower_priority_number_from_beginning(
+    make: MakeScheduler,
+) -> None:
+    scheduler = make(num_blocks=400, budget=FixedBudget(alone=9, beside_decodes=9), max_num_seqs=20)
+    for handle in range(1, 8):
+        scheduler.add(request(handle, 90 - 4 * handle))
+        step(scheduler)
+    scheduler.add(request(9, 90, priority=-1))
+    assert chunks(step(scheduler)) == [(9, 9)]
+
+
+def test_prompts_under_way_leave_half_of_the_cache_to_others(make: MakeScheduler) -> None:
+    scheduler = make(num_blocks=40, budget=FixedBudget(alone=8, beside_decodes=8))
+    for handle, length in ((1, 72), (2, 56), (3, 52), (4, 7)):  # 18 blocks, 14, 13 and 2
+        scheduler.add(request(handle, length))
+        step(scheduler)
+    assert handles(scheduler._running) == [1, 4]
+
+
+def test_short_prompts_pass_one_that_has_no_room_for_three_times_its_length(make: MakeScheduler) -> None:
+    scheduler = make(num_blocks=12, budget=FixedBudget(alone=40, beside_decodes=40), max_num_seqs=9)
+    scheduler.add(request(1, 8, max_tokens=40))
+    step(scheduler)
+    scheduler.add(request(2, 37))  # 10 blocks of 12
+    passing = 0
+    for handle in range(10, 40):
+        scheduler.add(request(handle, 7, max_tokens=1))
+        passing += handle in handles(step(scheduler).sampled)
+    assert 3 * 37 <= 7 * passing < 3 * 37 + 7
+    while scheduler.is_live(1):
+        step(scheduler)
+    assert 2 in [handle for handle, _ in chunks(step(scheduler))]
+
+
+def test_in_a_long_queue_few_are_looked_up_in_a_step(make: MakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make(max_num_waiting=2000, vocab_size=10**6, budget=FixedBudget(alone=4, beside_decodes=4))
+    for handle in range(1000):
+        scheduler.add(request(handle, 8, max_tokens=50))
+    looked_up: list[int] = []
+    find_prefix = scheduler._find_prefix
+    monkeypatch.setattr(scheduler, "_find_prefix", lambda one: looked_up.append(one.handle) or find_prefix(one))
+    step(scheduler)
+    assert 0 < len(looked_up) <= 16 + 2 * 4
+    for _ in range(80):
+        step(scheduler)
+    assert len(set(looked_up)) > 990  # all come up in turn
 
 
 def test_of_a_prompt_whose_logprobs_are_wanted_a_step_takes_few_tokens(
     make: MakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringserve.engine.schedule.scheduler._MAX_SCORED_TOKENS", 5)
+    monkeypatch.setattr("ringserve.engine.schedule.prompt_queue._MAX_SCORED_TOKENS", 5)
     scheduler = make()
     scheduler.add(request(1, 12, num_prompt_logprobs=0))
     scheduler.add(request(2, 9))
@@ -122,13 +228,13 @@ def test_of_a_prompt_whose_logprobs_are_wanted_a_step_takes_few_tokens(
 def test_all_prompts_whose_logprobs_are_wanted_share_those_few_tokens(
     make: MakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringserve.engine.schedule.scheduler._MAX_SCORED_TOKENS", 5)
+    monkeypatch.setattr("ringserve.engine.schedule.prompt_queue._MAX_SCORED_TOKENS", 5)
     scheduler = make(max_num_seqs=9)
     for handle, num_tokens in ((1, 3), (2, 7), (3, 4)):
         scheduler.add(request(handle, num_tokens, num_prompt_logprobs=0, max_tokens=1))
     scheduler.add(request(4, 9, priority=1))
     steps = [chunks(step(scheduler)) for _ in range(4)]
-    assert steps == [[(1, 3), (2, 2)], [(2, 5)], [(3, 4), (4, 9)], []]
+    assert steps == [[(1, 3), (3, 2), (4, 9)], [(2, 3), (3, 2)], [(2, 4)], []]
     assert scheduler.num_running == 1
 
 
@@ -147,7 +253,7 @@ def test_a_long_prompt_under_way_does_not_hold_up_one_of_a_lower_priority_number
         scheduler.add(request(handle, 6, priority=priority))
     assert chunks(step(scheduler)) == [(4, 6), (3, 4)]
     scheduler.drop([4])
-    assert chunks(step(scheduler)) == [(3, 2), (1, 8)]
+    assert chunks(step(scheduler)) == [(3, 2), (2, 6), (1, 2)]
 
 
 def test_seats_are_given_in_order_and_again_once_free(make: MakeScheduler) -> None:
@@ -317,7 +423,7 @@ def test_the_newest_loses_its_blocks_when_they_run_out_and_goes_on_from_the_cach
     while not scheduler.num_preemptions:
         plan = step(scheduler)
     assert handles(plan.decodes) == [1]
-    assert (second.num_preemptions, second.num_computed_tokens, second.block_ids) == (1, 0, [])
+    assert (second.num_preemptions, second.block_ids) == (1, [])
     tokens = list(second.output_token_ids)
     assert scheduler.num_waiting == 1
     scheduler.add(request(3, 1))
@@ -577,7 +683,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sorted(everyone) == sorted(self.live) == sorted(scheduler._live)
         assert all(scheduler._live[one.handle] is one for one in (*waiting, *scheduler._running, *pending))
         assert scheduler._running == sorted(scheduler._running, key=lambda one: one.rank)
-        assert scheduler._waiting == sorted(scheduler._waiting, key=lambda one: one.rank)
+        assert list(scheduler._waiting) == sorted(scheduler._waiting, key=lambda one: one.rank)
+        assert scheduler._waiting.smallest(99) == sorted(scheduler._waiting, key=by_size)
         assert scheduler.num_running <= 4
         assert not any(one.block_ids for one in (*waiting, *pending))
 

@@ -132,6 +132,17 @@ async def test_every_eos_of_the_model_ends_a_request_unless_it_ignores_them(mode
     assert (request.eos_token_id, request.stop_token_ids) == (-1, (9,))
 
 
+async def test_each_prompt_of_a_call_knows_how_long_the_others_are(model: ModelInfo) -> None:
+    requests = [
+        GenerateRequest(request_id="r", prompt=[2] * length, params=SamplingParams(n=length)) for length in (1, 2, 4)
+    ]
+    processed = await InputProcessor(model).process_all(requests)
+    assert [each.num_sibling_tokens for each in processed] == [6, 5, 3]
+    told = [each.engine_request(range(each.params.n)) for each in processed]
+    assert [each.num_sibling_tokens for each in told] == [6, 5, 3]
+    assert (await process(model)).num_sibling_tokens == 0
+
+
 async def test_the_engine_is_told_every_parameter(model: ModelInfo) -> None:
     options = {"temperature": 0.5, "top_p": 0.25, "top_k": 3, "min_p": 0.125, "min_tokens": 2, "max_tokens": 4}
     request = (await process(model, "a b", **options, stop_token_ids=(9,), seed=5)).engine_request([77])

@@ -18,7 +18,9 @@ TOKENIZER = Path("/models/a/tokenizer.json")
      ("drain_timeout", float("nan")), ("step_time_ms", -1.0), ("prefill_time_ms", float("nan")),
      ("max_num_queued_reqs", 0), ("max_body_mb", 0), ("tokens_per_step", 0), ("step_timeout", 0.5),
      ("embedding_size", 0), ("max_model_len", 0), ("max_num_seqs", -3), ("fail_after", -2),
-     ("max_num_seqs", 2**63), ("port", 10**400), ("write_timeout", 1e300)],
+     ("max_num_seqs", 2**63), ("port", 10**400), ("write_timeout", 1e300),
+     ("target_gap_ms", 0.5), ("target_gap_ms", float("nan")), ("target_gap_ms", float("inf")),
+     ("min_prefill_percent", -1), ("min_prefill_percent", 96)],
 )  # fmt: skip
 def test_a_value_out_of_its_range_is_refused_with_its_flag(name: str, value: float) -> None:
     with pytest.raises(
@@ -36,7 +38,8 @@ def test_a_value_that_is_no_choice_is_refused_with_its_flag(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [("port", 0), ("port", 65535), ("drain_timeout", 0.0), ("max_model_len", None), ("max_model_len", 1),
-     ("max_num_seqs", 1), ("fail_after", -1), ("fail_after", 0), ("max_num_queued_reqs", 1), ("step_timeout", 1.0)],
+     ("max_num_seqs", 1), ("fail_after", -1), ("fail_after", 0), ("max_num_queued_reqs", 1), ("step_timeout", 1.0),
+     ("target_gap_ms", 1.0), ("min_prefill_percent", 0), ("min_prefill_percent", 95)],
 )  # fmt: skip
 def test_a_value_at_its_limit_is_taken(name: str, value: Any) -> None:
     assert getattr(ServeConfig(**{name: value}), name) == value
@@ -84,7 +87,7 @@ def test_a_model_engine_is_told_the_directory_and_the_limits_that_were_given() -
     plain = ServeConfig().engine_config(TOKENIZER)
     choices = {
         "dtype": "auto", "device": "auto", "quantization": "auto", "runner": "auto", "overlap": "auto",
-        "deterministic": False, "runtime_adapters": False,
+        "deterministic": False, "runtime_adapters": False, "target_gap_s": 0.25, "min_prefill_share": 0.5,
     }  # fmt: skip
     assert plain == {"model": {"model": "/models/a", **choices}, "step_log": None, "log_format": "text"}
     assert ServeConfig(enable_dev_routes=True).engine_config(TOKENIZER)["model"]["runtime_adapters"] is True
