@@ -40,20 +40,20 @@ RECORD_HEADER = np.dtype(
     {
         "names": [
             "sequence", "kind", "flags", "body_bytes", "message_bytes",
-            "num_rows", "num_tokens", "num_logprob_entries",
+            "num_rows", "num_tokens", "num_logprob_entries", "num_prefill_tokens",
             "step", "scheduled_ns", "forward_done_ns", "published_ns",
             "num_running", "num_waiting", "num_blocks_used", "num_blocks", "num_preemptions",
             "num_aborted", "aborted_ns",
         ],
         "formats": [
             "<u8", "<u2", "<u2", "<u4", "<u8",
-            "<u4", "<u4", "<u4",
+            "<u4", "<u4", "<u4", "<u4",
             "<u8", "<u8", "<u8", "<u8",
             "<u4", "<u4", "<u4", "<u4", "<u4",
             "<u4", "<u8",
         ],
         # Line 0: framing and counts, all kinds. Line 1: stamps and scheduler figures of a STEP.
-        "offsets": [0, 8, 10, 12, 16, 24, 28, 32, 64, 72, 80, 88, 96, 100, 104, 108, 112, 116, 120],
+        "offsets": [0, 8, 10, 12, 16, 24, 28, 32, 36, 64, 72, 80, 88, 96, 100, 104, 108, 112, 116, 120],
         "itemsize": 128,
     }
 )  # fmt: skip

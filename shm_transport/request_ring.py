@@ -123,7 +123,7 @@ class Outbox:
         slot[HEADER_BYTES : HEADER_BYTES + len(chunk)] = chunk
         HEADER.pack_into(
             slot, 0, self._producer.sequence, outgoing.kind, flags, len(chunk), len(outgoing.body),
-            0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+            0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
         )  # fmt: skip
         self._producer.publish()
 

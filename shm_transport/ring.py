@@ -28,6 +28,7 @@ class RecordHeader(NamedTuple):
     num_rows: int
     num_tokens: int
     num_logprob_entries: int
+    num_prefill_tokens: int
     step: int
     scheduled_ns: int
     forward_done_ns: int

@@ -42,6 +42,7 @@ class Step:
     logprobs: LogprobColumns | None = None
     scheduled_ns: int = 0
     forward_done_ns: int = 0
+    num_prefill_tokens: int = 0  # of prompts, that the step computed
     num_running: int = 0  # requests that hold a seat after this step
     num_waiting: int = 0
     num_blocks_used: int = 0

@@ -149,7 +149,7 @@ class StepWriter:
             slot[HEADER_BYTES : HEADER_BYTES + len(chunk)] = chunk
             HEADER.pack_into(
                 slot, 0, self._producer.sequence, kind, flags, len(chunk), len(body),
-                0, 0, 0, 0, 0, 0, time.monotonic_ns(), 0, 0, 0, 0, 0, 0, 0,
+                0, 0, 0, 0, 0, 0, 0, time.monotonic_ns(), 0, 0, 0, 0, 0, 0, 0,
             )  # fmt: skip
             self._producer.publish()
 
@@ -176,7 +176,7 @@ class StepWriter:
         published_ns = time.monotonic_ns()
         HEADER.pack_into(
             slot.memory, 0, producer.sequence, _STEP, flags, 0, 0,
-            num_rows, num_tokens, num_entries,
+            num_rows, num_tokens, num_entries, step.num_prefill_tokens,
             self._step, step.scheduled_ns, step.forward_done_ns, published_ns,
             step.num_running, step.num_waiting, step.num_blocks_used, step.num_blocks, step.num_preemptions,
             self.num_aborted, self.aborted_ns,

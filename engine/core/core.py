@@ -119,6 +119,7 @@ class EngineCore:
         self.fail(samples.failures)
         finishes = self.scheduler.commit(plan, samples.requests, samples.token_ids.tolist())
         step = self.figures(scheduled_ns, forward_done_ns)
+        step.num_prefill_tokens = plan.num_chunk_tokens
         num_outputs = [request.num_output_tokens for request in samples.requests]
         fill_rows(step, samples.requests, samples.token_ids, finishes, num_outputs)
         step.logprobs = samples.logprobs

@@ -226,6 +226,7 @@ class OverlappingCore:
         self._core.fail({handle: why for handle, why in failed.items() if scheduler.is_live(handle)})
         rows, finishes = scheduler.confirm(step.plan, token_ids.tolist(), step.assumed)
         record = self._core.figures(step.scheduled_ns, done_ns)
+        record.num_prefill_tokens = step.plan.num_chunk_tokens
         num_outputs = [step.assumed.output_lengths[row] for row in rows]
         fill_rows(record, [requests[row] for row in rows], token_ids[rows], finishes, num_outputs)
         self._unsettled, self._handed_out_ns = step, time.monotonic_ns()

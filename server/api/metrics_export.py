@@ -59,6 +59,7 @@ class MetricsCollector(Collector):
         num_preemptions = header.num_preemptions if header else 0
         yield self._counter("num_preemptions", "Times that a sequence gave its blocks up.", num_preemptions)
         yield self._histogram("iteration_tokens_total", "Tokens in a step.", metrics.iteration_tokens)
+        yield self._histogram("iteration_prefill_tokens", "Prompt tokens in a step.", metrics.prefill_tokens)
 
     def _tokens(self, metrics: Metrics) -> Iterator[Metric]:
         cached, queried = metrics.num_cached_tokens, metrics.num_queried_tokens

@@ -64,6 +64,7 @@ class Metrics:
         )
         self.abort = Histogram(SHORT_S, SECONDS)
         self.iteration_tokens = Histogram(ITERATION_TOKENS)
+        self.prefill_tokens = Histogram(ITERATION_TOKENS)
         self.prompt_tokens = Histogram(TOKENS)
         self.generation_tokens = Histogram(TOKENS)
         self.max_tokens = Histogram(TOKENS)
@@ -113,6 +114,8 @@ class Metrics:
             self._step_tokens += num_tokens
         if record.handles:
             self._rows.published_ns = self.published_ns
+        if record.header.num_prefill_tokens and record.is_last:
+            self.prefill_tokens.observe(record.header.num_prefill_tokens)
         if self._step_tokens and record.is_last:
             self.iteration_tokens.observe(self._step_tokens)
             self._step_tokens = 0

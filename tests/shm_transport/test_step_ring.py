@@ -55,7 +55,7 @@ def test_a_step_of_one_token_rows_arrives_as_lists(step_segment: Segment) -> Non
     assert rows_of(record) == [(0, [100]), (1, [101]), (2, [102])]
     assert record.finish_reasons is None
     assert record.num_tokens is None
-    assert record.header[9:11] + record.header[12:14] == (11, 22, 3, 1)
+    assert record.header[10:12] + record.header[13:15] == (11, 22, 3, 1)
     assert record.header.published_ns > 0
 
 

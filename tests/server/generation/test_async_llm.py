@@ -635,8 +635,8 @@ async def test_plain_tokens_take_the_short_way_and_the_others_do_not(model: Mode
     state = processor.add(one, 0, collector)
     tokens = model.tokenizer.encode("one two three four", add_special_tokens=False)
     for token in tokens[:-1]:
-        await processor.process(StepRecord(RecordHeader(*[0] * 17), [state.handle], [token]), is_behind=False)
-    last = StepRecord(RecordHeader(*[0] * 17), [state.handle], tokens[-1:], finish_reasons=[2], stop_token_ids=[-1])
+        await processor.process(StepRecord(RecordHeader(*[0] * 18), [state.handle], [token]), is_behind=False)
+    last = StepRecord(RecordHeader(*[0] * 18), [state.handle], tokens[-1:], finish_reasons=[2], stop_token_ids=[-1])
     await processor.process(last, is_behind=False)
     assert writer.ready == [json.dumps(f" {word}").encode() for word in ("two", "three")]
     assert writer.whole == ["one", " four"]
@@ -774,7 +774,7 @@ async def test_answers_that_end_together_are_decoded_in_turns(
 
 
 def record(handles: list[int], **columns: list[int]) -> StepRecord:
-    return StepRecord(RecordHeader(*[0] * 17), handles, [5] * len(handles), **columns)
+    return StepRecord(RecordHeader(*[0] * 18), handles, [5] * len(handles), **columns)
 
 
 async def test_every_step_ends_with_a_turn_of_the_others(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:

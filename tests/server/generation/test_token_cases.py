@@ -141,7 +141,7 @@ class Bench:
         offsets = [sum(map(len, token_ids[:n])) for n in range(len(rows))]
         has_finish = any(finish)
         record = StepRecord(
-            RecordHeader(*[0] * 17), handles, [one for ids in token_ids for one in ids],
+            RecordHeader(*[0] * 18), handles, [one for ids in token_ids for one in ids],
             token_offsets=None if is_plain else offsets, num_tokens=None if is_plain else list(map(len, token_ids)),
             finish_reasons=finish if has_finish else None, stop_token_ids=stop_ids if has_finish else None,
             logprobs=logprobs_of(token_ids, num_logprobs + 1),

@@ -5,7 +5,7 @@ from ringserve.shm_transport.ring import RecordHeader
 
 
 def header(scheduled_ns: int, forward_done_ns: int, published_ns: int) -> RecordHeader:
-    return RecordHeader(*[0] * 17)._replace(
+    return RecordHeader(*[0] * 18)._replace(
         scheduled_ns=scheduled_ns, forward_done_ns=forward_done_ns, published_ns=published_ns
     )
 

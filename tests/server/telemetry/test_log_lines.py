@@ -57,14 +57,14 @@ def test_rates_are_of_the_time_since_the_last_line_and_idleness_is_silent(caplog
     log = ThroughputLog(metrics)
     log.write()
     assert not caplog.messages
-    metrics.header = RecordHeader(*[0] * 17)._replace(num_running=2, num_waiting=1, num_blocks_used=5, num_blocks=20)
+    metrics.header = RecordHeader(*[0] * 18)._replace(num_running=2, num_waiting=1, num_blocks_used=5, num_blocks=20)
     metrics.num_generation_tokens += 100
     metrics.note_prompt(40, 30, was_looked_for=True)
     log.write()
     assert caplog.messages[0].endswith("running 2, waiting 1, KV cache 25.0%, prefix hits 75.0%")
     log.write()  # those who run without a token are worth a line too
     assert caplog.messages[1].startswith("prompt 0.0 tokens/s, generation 0.0 tokens/s, running 2")
-    metrics.header = RecordHeader(*[0] * 17)
+    metrics.header = RecordHeader(*[0] * 18)
     log.write()
     assert len(caplog.messages) == 2
 

@@ -26,6 +26,7 @@ from ringserve.server.telemetry.histogram import SECONDS, Histogram
 from ringserve.server.telemetry.metrics import GAP_S, Metrics
 from ringserve.server.telemetry.process_clock import ProcessClock
 from ringserve.shm_transport.config import RingConfig
+from ringserve.shm_transport.records import RecordFlag
 from ringserve.shm_transport.ring import RecordHeader
 from ringserve.shm_transport.step_ring import StepRecord
 
@@ -63,12 +64,23 @@ class Feed:
         self._ended: set[int] = set()
 
     def __call__(
-        self, at_ns: int, handles: list[int], *, late: int = 0, num_tokens: int | None = None, flags: int = 0
+        self,
+        at_ns: int,
+        handles: list[int],
+        *,
+        late: int = 0,
+        num_tokens: int | None = None,
+        flags: int = 0,
+        num_prefill_tokens: int = 0,
     ) -> None:
         self._handles = self._handles if handles == self._handles else handles
         num_tokens = len(handles) if num_tokens is None else num_tokens
-        header = RecordHeader(*[0] * 17)._replace(
-            published_ns=at_ns, num_rows=len(handles), num_tokens=num_tokens, flags=flags
+        header = RecordHeader(*[0] * 18)._replace(
+            published_ns=at_ns,
+            num_rows=len(handles),
+            num_tokens=num_tokens,
+            flags=flags,
+            num_prefill_tokens=num_prefill_tokens,
         )
         record = StepRecord(header, self._handles, [5] * num_tokens)
         self.metrics.begin(record, lambda handle: handle not in self._ended)
@@ -86,6 +98,17 @@ class Feed:
     @property
     def gaps(self) -> dict[str, int]:
         return counts(self.metrics.gap)
+
+
+def test_prompt_tokens_are_counted_once_a_step_that_computed_any() -> None:
+    feed = Feed()
+    for num_tokens in (0, 32, 0, 100):
+        feed(0, [1], num_prefill_tokens=num_tokens)
+    feed(0, [], num_prefill_tokens=7)
+    feed(0, [1], num_prefill_tokens=500, flags=RecordFlag.MORE)
+    feed(0, [2], num_prefill_tokens=500)
+    assert counts(feed.metrics.prefill_tokens) == {"8": 1, "32": 1, "128": 1, "512": 1}
+    assert feed.metrics.prefill_tokens.sum == 639
 
 
 def test_an_observation_on_a_bound_is_in_its_bucket() -> None:
