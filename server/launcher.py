@@ -225,7 +225,7 @@ def _model_names(config: ServeConfig, directory_name: str) -> tuple[str, ...]:
 def _uvicorn_config(
     config: ServeConfig, serving: Serving, keys: tuple[str, ...], tls: ssl.SSLContext | None
 ) -> uvicorn.Config:
-    app = guarded(build_app(serving, has_dev_routes=config.enable_dev_routes), keys, config.max_concurrency_per_key)
+    app = guarded(build_app(serving, has_dev_routes=config.enable_dev_routes), keys, config)
     if config.allowed_origins:
         app = Cors(app, CorsPolicy.of(config))
     if config.otlp_traces_endpoint is not None:

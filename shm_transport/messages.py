@@ -14,6 +14,7 @@ from ringserve.shm_transport.records import ADD_FIELDS, DATA_FIELDS, DataContent
 
 _ADD = struct_of(ADD_FIELDS)
 _DATA = struct_of(DATA_FIELDS)
+_RESERVED = 0
 _DTYPES = {b"i4": np.dtype("<i4"), b"f4": np.dtype("<f4")}
 _POOLINGS = {int(pooling): pooling for pooling in Pooling}  # the enum's call takes ten times as long
 _CONTENTS = {int(content): content for content in DataContent}
@@ -57,6 +58,7 @@ class AddRequest:
     num_prompt_logprobs: int = -1  # -1: none; 0: the prompt's own tokens alone
     priority: int = 0  # lower runs earlier
     num_sibling_tokens: int = 0  # prompt tokens of the other prompts of its call
+    key_number: int = 0  # of the client's API key, where keys share fairly; 0: all clients are one
     forks: tuple[Fork, ...] = ()
     cache_salt: str = ""
     adapter: str = ""
@@ -73,7 +75,7 @@ class AddRequest:
             self.eos_token_id, self.num_logprobs, self.num_prompt_logprobs, self.priority, self.pooling,
             self.is_normalized, len(self.forks), len(self.prompt_token_ids), len(self.stop_token_ids),
             len(self.allowed_token_ids), len(self.bad_token_ids), len(self.logit_bias), len(salt), len(adapter),
-            len(grammar), self.num_sibling_tokens,
+            len(grammar), self.num_sibling_tokens, self.key_number, _RESERVED,
         )  # fmt: skip
         forks = [number for fork in self.forks for number in fork]
         biases = [number for bias in self.logit_bias for number in bias]
@@ -105,7 +107,7 @@ class AddRequest:
             handle, seed, temperature, top_p, min_p, repetition, frequency, presence, top_k, max_tokens, min_tokens,
             eos, num_logprobs, num_prompt_logprobs, priority, pooling, is_normalized, num_forks, num_prompt, num_stop,
             num_allowed, num_bad, num_biases, salt_bytes, adapter_bytes, grammar_bytes,
-            num_sibling_tokens,
+            num_sibling_tokens, key_number, _,
         ) = _ADD.unpack_from(body)  # fmt: skip
         prompt_at = _ADD.size + 16 * num_forks
         ids_at = prompt_at + 4 * num_prompt
@@ -126,7 +128,8 @@ class AddRequest:
             frequency_penalty=frequency, presence_penalty=presence, top_k=top_k, max_tokens=max_tokens,
             min_tokens=min_tokens, eos_token_id=eos, num_logprobs=num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs, priority=priority, pooling=_POOLINGS[pooling],
-            is_normalized=bool(is_normalized), num_sibling_tokens=num_sibling_tokens, forks=sections.forks,
+            is_normalized=bool(is_normalized), num_sibling_tokens=num_sibling_tokens, key_number=key_number,
+            forks=sections.forks,
             prompt_token_ids=np.frombuffer(body, "<i4", num_prompt, prompt_at), stop_token_ids=sections.stop_token_ids,
             allowed_token_ids=sections.allowed_token_ids, bad_token_ids=sections.bad_token_ids,
             logit_bias=sections.logit_bias, cache_salt=_text(body[salt_at:adapter_at]),

@@ -170,6 +170,8 @@ ADD_FIELDS = np.dtype(
         ("adapter_bytes", "<u4"),  # UTF-8; name of a LoRA adapter, empty: the model as it is
         ("grammar_bytes", "<u4"),  # UTF-8; an llguidance grammar that the output has to follow, empty: none
         ("num_sibling_tokens", "<u4"),  # prompt tokens of the other prompts of the same call
+        ("key_number", "<u4"),  # of the client's API key, where keys share fairly; 0: all clients are one
+        ("reserved", "<u4"),  # 0; keeps the sections aligned
     ]
 )
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 # From the lowest: rooms of one level know nothing of each other. A room is a folder or a file.
 LEVELS = {
     "server": [
-        ["errors", "workers", "held_signals"],
+        ["errors", "workers", "held_signals", "key_number"],
         ["telemetry", "text", "load"],
         ["grammar"],
         ["chat"],

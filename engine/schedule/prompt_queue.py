@@ -2,9 +2,12 @@
 
 Within a priority the prompt with the fewest tokens left goes first, so that a short chat is not held up by long
 documents: first come, first served kept it for as long as all of them took. The prompts of one call count together: a
-chat goes before an embeddings call of a thousand short texts. So that nobody starves, a fourth of each step belongs
-to the oldest prompt. With that, whoever waits is computed, at worst, as if first come, first served ran at a fourth of
-the speed.
+chat goes before an embeddings call of a thousand short texts. Where clients are told apart by their keys, the key with
+the fewest tokens of prompts waiting goes first, and size decides within it: one key with a hundred clients does not
+shut the others out.
+
+So that nobody starves, a fourth of each step belongs to the oldest prompt. With that, whoever waits is computed, at
+worst, as if first come, first served ran at a fourth of the speed.
 
 Rejected: equal shares for all, under which sixteen long prompts are all done at the end of the time that they take
 together; ageing by time waited, whose factor nobody can set; a step in four for the oldest instead of a fourth of each,
@@ -12,7 +15,10 @@ which holds a short prompt up for that step.
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator
+from heapq import nsmallest
+from itertools import chain
 from operator import attrgetter
 
 from ringserve.engine.schedule.request import Request
@@ -42,7 +48,8 @@ class PromptQueue:
     def __init__(self, count_found: Callable[[Request], int]) -> None:
         self._count_found = count_found
         self._by_age: list[Request] = []
-        self._by_size: list[Request] = []
+        self._by_size: dict[int, list[Request]] = {}  # by the number of the client's key; one list where all are one
+        self._num_tokens: Counter[int] = Counter()  # of the prompts in each
         self._next_look_up = 0
 
     def __len__(self) -> int:
@@ -57,15 +64,24 @@ class PromptQueue:
         """Who came first of the best priority."""
         return self._by_age[0] if self._by_age else None
 
-    def smallest(self, count: int) -> list[Request]:
-        """Return the first `count` by size."""
-        return self._by_size[:count]
+    def order(self, under_way: list[Request], count: int) -> list[Request]:
+        """Return prompts under way and `count` of those that wait in the order in which they get tokens."""
+        num_tokens = self._num_tokens.copy()
+        for request in under_way:
+            num_tokens[request.params.key_number] += request.num_tokens_left
+
+        def turn(request: Request) -> tuple[int, int, tuple[int, int, int]]:
+            return request.params.priority, num_tokens[request.params.key_number], by_size(request)
+
+        first = chain.from_iterable(each[:count] for each in self._by_size.values())
+        return sorted((*under_way, *nsmallest(count, first, key=turn)), key=turn)
 
     def add(self, request: Request) -> None:
         """Let a request wait that holds no blocks."""
         request.num_computed_tokens = self._count_found(request)
         insort(self._by_age, request, key=BY_AGE)
-        insort(self._by_size, request, key=by_size)
+        insort(self._by_size.setdefault(request.params.key_number, []), request, key=by_size)
+        self._num_tokens[request.params.key_number] += request.num_tokens
 
     def try_remove(self, request: Request) -> bool:
         """Take a request out; False if it is not here."""
@@ -73,7 +89,11 @@ class PromptQueue:
         if index == len(self._by_age) or self._by_age[index] is not request:
             return False
         del self._by_age[index]
-        del self._by_size[bisect_left(self._by_size, by_size(request), key=by_size)]
+        line = self._by_size[request.params.key_number]
+        del line[bisect_left(line, by_size(request), key=by_size)]
+        self._num_tokens[request.params.key_number] -= request.num_tokens
+        if not line:
+            del self._by_size[request.params.key_number], self._num_tokens[request.params.key_number]
         return True
 
     def look_up(self) -> None:
@@ -83,9 +103,10 @@ class PromptQueue:
             request = self._by_age[self._next_look_up]
             num_found = self._count_found(request)
             if num_found != request.num_computed_tokens:
-                del self._by_size[bisect_left(self._by_size, by_size(request), key=by_size)]
+                line = self._by_size[request.params.key_number]
+                del line[bisect_left(line, by_size(request), key=by_size)]
                 request.num_computed_tokens = num_found
-                insort(self._by_size, request, key=by_size)
+                insort(line, request, key=by_size)
 
 
 class Shares:

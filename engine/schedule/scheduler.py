@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ringserve.engine.interface import RequestFailedError
 from ringserve.engine.schedule.block_pool import BlockPool, Prefix, Salt
 from ringserve.engine.schedule.chunk_budget import ChunkBudget
-from ringserve.engine.schedule.prompt_queue import BY_AGE, MAX_UNDER_WAY, OLDEST_SHARE, PromptQueue, Shares, by_size
+from ringserve.engine.schedule.prompt_queue import BY_AGE, MAX_UNDER_WAY, OLDEST_SHARE, PromptQueue, Shares
 from ringserve.engine.schedule.request import Request
 from ringserve.shm_transport.records import GRAMMAR_END, MAX_LOGPROBS, FinishReason, Pooling
 
@@ -342,7 +342,7 @@ class Scheduler:
         oldest = min(filter(None, (*under_way[:1], self._waiting.oldest)), key=BY_AGE)
         every = shares.budget
         its_part = -(-shares.room(oldest, every) // OLDEST_SHARE)
-        turns = [(oldest, its_part), *((each, every) for each in self._by_size(under_way)), (oldest, every)]
+        turns = [(oldest, its_part), *((each, every) for each in self._in_order(under_way)), (oldest, every)]
         for request, limit in turns:
             if not request.block_ids and may_admit:
                 self._try_admit(request, shares.room(request, limit), under_way, oldest, now_ns)
@@ -353,11 +353,10 @@ class Scheduler:
         for request, num_tokens in shares.num_tokens.items():
             self._add_chunk(plan, request, num_tokens)
 
-    def _by_size(self, under_way: list[Request]) -> list[Request]:
+    def _in_order(self, under_way: list[Request]) -> list[Request]:
         """Return the prompts that the step could take, first those that have little left."""
         self._waiting.look_up()
-        num_free = self._max_num_seqs - len(self._running)
-        return sorted((*under_way, *self._waiting.smallest(num_free)), key=by_size)
+        return self._waiting.order(under_way, self._max_num_seqs - len(self._running))
 
     def _try_admit(self, request: Request, share: int, under_way: list[Request], oldest: Request, now_ns: int) -> None:
         """Give a request that waits a running slot and blocks for all its tokens, if it may have them now.

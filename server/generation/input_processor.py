@@ -14,6 +14,7 @@ from ringserve.server.generation.model_info import ModelInfo
 from ringserve.server.generation.outputs import OutputKind
 from ringserve.server.generation.sampling_params import SamplingParams
 from ringserve.server.grammar.checker import GrammarChecker
+from ringserve.server.key_number import current_key_number
 from ringserve.server.telemetry.trace_headers import TraceHeaders, current_trace_headers
 from ringserve.server.text.tokenizer import MAX_TEXT_BYTES, check_text_size
 from ringserve.server.workers import run_near
@@ -104,6 +105,7 @@ class ProcessedRequest:
     deadline_s: float | None = None
     pooling: Pooling = Pooling.NONE
     is_normalized: bool = False
+    key_number: int = field(default_factory=current_key_number)  # of its client's API key; 0: all clients are one
     num_sibling_tokens: int = field(init=False, default=0)  # prompt tokens of the other prompts of its call
     prompt_array: NDArray[np.int32] = field(init=False)  # prompt_token_ids for the engine, once for all n sequences
 
@@ -126,6 +128,7 @@ class ProcessedRequest:
             num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
             priority=self.priority, cache_salt=self.cache_salt, adapter=self.adapter, pooling=self.pooling,
             is_normalized=self.is_normalized, grammar=params.grammar, num_sibling_tokens=self.num_sibling_tokens,
+            key_number=self.key_number,
         )  # fmt: skip
 
 

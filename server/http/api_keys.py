@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ringserve.server.errors import AuthenticationError, ConcurrencyLimitError, ServerError, StartupError
 from ringserve.server.http.json_response import error_response
 from ringserve.server.http.request_id import echoed_header
+from ringserve.server.key_number import set_key_number
 from ringserve.server.settings.config import ServeConfig
 
 OPEN_PATHS = ("/health", "/ready", "/ping")  # for load balancers and orchestrators, which hold no key
@@ -27,7 +28,7 @@ def read_keys(config: ServeConfig) -> tuple[str, ...]:
 
     Raises:
         StartupError: If the file cannot be read or holds none, if a key could not be sent in a header, or if there is
-            a limit for each key, and no key.
+            a limit or a share for each key, and no key.
     """
     keys = [*config.api_key]
     if config.api_key_file is not None:
@@ -37,6 +38,8 @@ def read_keys(config: ServeConfig) -> tuple[str, ...]:
             raise StartupError(f"API key number {number} is empty, or has a character that is no printable ASCII")
     if config.max_concurrency_per_key is not None and not keys:
         raise StartupError("--max-concurrency-per-key needs keys: give --api-key or --api-key-file")
+    if config.fair_by_key and not keys:
+        raise StartupError("--fair-by-key needs keys: give --api-key or --api-key-file")
     return tuple(dict.fromkeys(keys))
 
 
@@ -51,9 +54,11 @@ def _keys_of_file(file: str) -> list[str]:
     return keys
 
 
-def guarded(app: ASGIApp, keys: Sequence[str], max_concurrency: int | None) -> ASGIApp:
+def guarded(app: ASGIApp, keys: Sequence[str], config: ServeConfig) -> ASGIApp:
     """Return `app` behind the keys; itself if there are none."""
-    return ApiKeys(app, keys, max_concurrency) if keys else app
+    if not keys:
+        return app
+    return ApiKeys(app, keys, config.max_concurrency_per_key, is_fair=config.fair_by_key)
 
 
 class ApiKeys:
@@ -63,9 +68,13 @@ class ApiKeys:
         app: What it guards.
         keys: At least one.
         max_concurrency: Requests of one key that are answered at the same time; None: any number.
+        is_fair: Whether the engine tells the keys apart.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], max_concurrency: int | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], max_concurrency: int | None = None, *, is_fair: bool = False
+    ) -> None:
+        self._is_fair = is_fair
         self._app = app
         self._digests = [_digest(key.encode()) for key in keys]
         self._max_concurrency = max_concurrency
@@ -82,6 +91,7 @@ class ApiKeys:
             headers = {"www-authenticate": "Bearer"} if isinstance(error, AuthenticationError) else {}
             await error_response(error, headers | echoed_header(Request(scope)))(scope, receive, send)
             return
+        set_key_number(key + 1 if self._is_fair else 0)
         try:
             await self._app(scope, receive, send)
         finally:  # ended, failed, cancelled, or left by its client

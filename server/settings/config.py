@@ -57,6 +57,7 @@ class ServeConfig:
     )  # fmt: skip
     api_key_file: str | None = _option(None, "a file with more of them, one a line", "FILE")
     max_concurrency_per_key: int | None = _option(None, "requests of one key at once; more get a 429", "N")
+    fair_by_key: bool = _option(False, "the key that has the fewest prompt tokens waiting goes first")
     allowed_origins: tuple[str, ...] = _option(
         (), "origins whose pages may use the server, such as https://example.org; * for all; none if unset", "ORIGIN"
     )

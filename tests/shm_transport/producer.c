@@ -11,7 +11,7 @@
 #include <sys/stat.h>
 #include <time.h>
 
-enum { HEADER_BYTES = 4096, RECORD_BYTES = 128, LINE_BYTES = 64, ADD_BYTES = 136 };
+enum { HEADER_BYTES = 4096, RECORD_BYTES = 128, LINE_BYTES = 64, ADD_BYTES = 144 };
 enum { STEP = 1, ATTACHED = 2, ADD = 16, ANY_FINISHED = 2, STOP = 1 };
 
 typedef struct {

@@ -19,7 +19,8 @@ both_sizes = r"\d+ bytes .*\d+ bytes"
 adds = st.builds(
     AddRequest,
     handle=u64, prompt_token_ids=st.lists(i32, max_size=50).map(lambda prompt: np.array(prompt, np.int32)),
-    max_tokens=u32, min_tokens=u32, num_sibling_tokens=u32, temperature=number, top_p=number, top_k=i32, min_p=number,
+    num_sibling_tokens=u32, key_number=u32,
+    max_tokens=u32, min_tokens=u32, temperature=number, top_p=number, top_k=i32, min_p=number,
     repetition_penalty=number, frequency_penalty=number, presence_penalty=number, seed=u64, eos_token_id=i32,
     stop_token_ids=ids, allowed_token_ids=ids, bad_token_ids=ids,
     logit_bias=st.lists(st.tuples(i32, st.floats(width=32, allow_nan=False)), max_size=5).map(tuple),

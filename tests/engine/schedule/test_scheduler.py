@@ -145,6 +145,20 @@ def test_a_waiting_prompt_comes_up_sooner_once_another_has_computed_its_beginnin
     assert chunks(step(scheduler)) == [(2, 7), (3, 1)]
 
 
+def test_the_key_with_the_fewest_tokens_waiting_goes_first_within_a_priority(make: MakeScheduler) -> None:
+    scheduler = make(budget=FixedBudget(alone=8, beside_decodes=8), max_num_seqs=20)
+    for handle in range(1, 10):
+        scheduler.add(request(handle, 4, max_tokens=1, key_number=1))
+    assert chunks(step(scheduler)) == [(1, 4), (2, 4)]
+    scheduler.add(request(20, 14, max_tokens=1, key_number=2))
+    scheduler.add(request(21, 2, max_tokens=1, key_number=2, priority=1))
+    assert chunks(step(scheduler)) == [(3, 2), (20, 6)]
+    scheduler.add(request(30, 3, max_tokens=1, key_number=3))
+    assert chunks(step(scheduler)) == [(3, 2), (30, 3), (20, 3)]
+    scheduler.add(request(40, 5, max_tokens=1, key_number=1, priority=-1))
+    assert chunks(step(scheduler)) == [(40, 5), (20, 3)]
+
+
 def test_the_prompts_of_one_call_count_together(make: MakeScheduler) -> None:
     scheduler = make(budget=FixedBudget(alone=8, beside_decodes=8), max_num_seqs=20)
     for handle in range(1, 10):
@@ -594,11 +608,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_forks=st.integers(0, 3),
         priority=st.sampled_from([0, 0, 0, -1, 1]),
         salt=st.sampled_from(["", "", "a"]),
+        key=st.sampled_from([0, 0, 0, 1, 2]),
     )
-    def add(self, prompt: list[int], max_tokens: int, num_forks: int, priority: int, salt: str) -> None:
+    def add(self, prompt: list[int], max_tokens: int, num_forks: int, priority: int, salt: str, key: int) -> None:
         first, self.next_handle = self.next_handle, self.next_handle + num_forks + 1
         forks = tuple(Fork(first + n, n) for n in range(1, num_forks + 1))
-        one = request(first, prompt, max_tokens=max_tokens, forks=forks, priority=priority, cache_salt=salt)
+        one = request(
+            first, prompt, max_tokens=max_tokens, forks=forks, priority=priority, cache_salt=salt, key_number=key
+        )
         num_waiting = self.scheduler.num_waiting
         try:
             self.scheduler.add(one)
@@ -684,7 +701,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(scheduler._live[one.handle] is one for one in (*waiting, *scheduler._running, *pending))
         assert scheduler._running == sorted(scheduler._running, key=lambda one: one.rank)
         assert list(scheduler._waiting) == sorted(scheduler._waiting, key=lambda one: one.rank)
-        assert scheduler._waiting.smallest(99) == sorted(scheduler._waiting, key=by_size)
+        lines = scheduler._waiting._by_size
+        assert all(line == sorted(line, key=by_size) for line in lines.values())
+        assert sorted(handles(scheduler._waiting.order([], 99))) == sorted(one.handle for one in scheduler._waiting)
+        num_tokens = {key: sum(one.num_tokens for one in line) for key, line in lines.items()}
+        assert num_tokens == scheduler._waiting._num_tokens
         assert scheduler.num_running <= 4
         assert not any(one.block_ids for one in (*waiting, *pending))
 

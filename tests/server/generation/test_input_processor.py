@@ -12,6 +12,7 @@ from ringserve.server.errors import ContextLengthError, RequestError
 from ringserve.server.generation.input_processor import GenerateRequest, InputProcessor, ProcessedRequest, Truncation
 from ringserve.server.generation.model_info import ModelInfo
 from ringserve.server.generation.sampling_params import SamplingParams
+from ringserve.server.key_number import set_key_number
 from ringserve.shm_transport.messages import Fork
 
 OVERFLOW = "This model's maximum context length is 16 tokens. However, "
@@ -141,6 +142,12 @@ async def test_each_prompt_of_a_call_knows_how_long_the_others_are(model: ModelI
     told = [each.engine_request(range(each.params.n)) for each in processed]
     assert [each.num_sibling_tokens for each in told] == [6, 5, 3]
     assert (await process(model)).num_sibling_tokens == 0
+
+
+@pytest.mark.parametrize("number", [0, 7])
+async def test_a_prompt_knows_the_key_that_it_came_with(model: ModelInfo, number: int) -> None:
+    set_key_number(number)
+    assert (await process(model)).engine_request([1]).key_number == number
 
 
 async def test_the_engine_is_told_every_parameter(model: ModelInfo) -> None:

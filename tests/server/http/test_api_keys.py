@@ -8,7 +8,9 @@ from starlette.types import Message
 
 from ringserve.server.errors import StartupError
 from ringserve.server.http.api_keys import ApiKeys, guarded, read_keys
+from ringserve.server.key_number import current_key_number
 from ringserve.server.settings.config import ServeConfig
+from ringserve.server.workers import run_near
 
 
 class App:
@@ -65,7 +67,9 @@ def test_a_file_without_usable_keys_is_refused(tmp_path: Path, content: str) -> 
         read_keys(ServeConfig(api_key_file=str(file)))
 
 
-@pytest.mark.parametrize("options", [{"api_key": ("",)}, {"api_key_file": "/no/such"}, {"max_concurrency_per_key": 1}])
+@pytest.mark.parametrize(
+    "options", [{"api_key": ("",)}, {"api_key_file": "/no/such"}, {"max_concurrency_per_key": 1}, {"fair_by_key": True}]
+)
 def test_an_empty_key_a_missing_file_and_a_limit_without_keys_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(StartupError):
         read_keys(ServeConfig(**options))
@@ -81,7 +85,20 @@ def test_an_error_about_a_key_and_the_config_do_not_show_it() -> None:
 
 async def test_without_keys_there_is_no_layer() -> None:
     app = App()
-    assert guarded(app, (), None) is app
+    assert guarded(app, (), ServeConfig()) is app
+
+
+@pytest.mark.parametrize(("is_fair", "numbers"), [(True, [1, 2, 1]), (False, [0, 0, 0])])
+async def test_a_request_knows_its_keys_number_where_keys_share_fairly(is_fair: bool, numbers: list[int]) -> None:
+    seen = []
+
+    async def app(*_: object) -> None:
+        seen.append(await run_near(False, current_key_number))
+
+    guard = guarded(app, ("a", "b"), ServeConfig(fair_by_key=is_fair, api_key=("a", "b")))
+    for key in ("a", "b", "a"):  # one task, as the requests of a pipeline
+        await ask(guard, key)
+    assert seen == numbers
 
 
 @pytest.mark.parametrize("ending", ["done", "failed", "cancelled"])
