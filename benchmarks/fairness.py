@@ -3,8 +3,8 @@
     python -m benchmarks.fairness [--quick] [--json PATH]
 
 A real server with the default model. Short chats come one after another while long prompts are computed and streams
-decode; a chat that has no token when its cell ends counts with the time that it has waited. The old scheduler's figures
-are those of the same file on an older commit. Flags that it does not have are left out there: `--only-default`.
+decode; a chat that has no token when its cell ends counts with the time that it has waited. `--only-default` leaves the
+other settings of --min-prefill-percent out, for the same figures of a commit that does not have it.
 """
 
 import argparse
@@ -28,8 +28,9 @@ from benchmarks.report import Target, percentiles
 
 LONG_TOKENS, NUM_AT_ONCE = 2000, 32
 NUM_LONG, NUM_STREAMS = (4, 16), (0, 1, 8)
-PERCENTS = (0, 25, 50, 75, 90)  # of --min-prefill-percent, for the plot
-_CELL_S, _QUICK_CELL_S = 14.0, 5.0
+PERCENTS = ("0", "25", "50", "75", "90")  # of --min-prefill-percent, for the plot
+DEFAULT_PERCENT = "50"
+_CELL_S, _QUICK_CELL_S = 12.0, 4.0
 _PAUSE_S = 0.15  # between two chats of one cell
 _NUM_QUIET = 40  # gaps of a stream that are a quiet step's
 _FLAGS = ("--port", "0", "--kv-cache-tokens", "48000", "--disable-log-stats", "--drain-timeout", "1")
@@ -111,18 +112,20 @@ async def behind(load: Load, num_long: int, num_streams: int, cell_s: float) -> 
     return times
 
 
-async def beside(load: Load, num_streams: int) -> dict[str, Any]:
-    """Return the speed of one long prompt beside streams, and their gaps in that time and before it, ms."""
+async def beside(load: Load, num_streams: int, num_prompts: int = 1) -> dict[str, Any]:
+    """Return the speed of long prompts, one after the other, beside streams, and their gaps then and before, ms."""
     async with streams(load, num_streams) as stamps:
         began_s = time.monotonic()
-        elapsed_s = await load.prompt(LONG_TOKENS)
+        for _ in range(num_prompts):
+            await load.prompt(LONG_TOKENS)
         ended_s = time.monotonic()
         gaps = [_gaps_ms(each, began_s, ended_s) for each in stamps]
         quiet = [_gaps_ms(each, 0.0, began_s) for each in stamps]
     return {
-        "tokens_per_s": LONG_TOKENS / elapsed_s, "gap_ms": percentiles(list(itertools.chain(*gaps))),
+        "tokens_per_s": num_prompts * LONG_TOKENS / (ended_s - began_s),
+        "gap_ms": percentiles(list(itertools.chain(*gaps))),
         "quiet_ms": statistics.median(list(itertools.chain(*quiet))),
-    }  # fmt: skip
+    }
 
 
 async def at_once(load: Load) -> list[float]:
@@ -179,7 +182,8 @@ async def measure(cell_s: float, *, is_quick: bool) -> dict[str, Any]:
                 cells[f"{num_long} long, {num_streams} streams"] = percentiles(times)
                 console.print(num_long, "long", num_streams, "streams", [round(each, 2) for each in times])
         for num_streams in NUM_STREAMS[1 : 2 if is_quick else None]:
-            speeds[str(num_streams)] = await beside(load, num_streams)
+            num_prompts = 1 if is_quick or num_streams > 1 else 3
+            speeds[str(num_streams)] = await beside(load, num_streams, num_prompts)
             console.print(num_streams, speeds[str(num_streams)])
     return {
         "alone_s": percentiles(alone), "prefill_tokens_per_s": statistics.median(prefill), "behind_s": cells,
@@ -187,13 +191,16 @@ async def measure(cell_s: float, *, is_quick: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def measure_trade(num_streams: int) -> dict[str, Any]:
-    """Return what each least share of prompts gives: their speed, and the gap of streams beside them."""
+async def measure_trade(default: dict[str, Any]) -> dict[str, Any]:
+    """Return what each least share of prompts gives beside one stream: their speed, and its gaps."""
     trade = {}
     for percent in PERCENTS:
-        async with open_load("--min-prefill-percent", str(percent)) as load:
-            trade[str(percent)] = await beside(load, num_streams)
-            console.print(percent, trade[str(percent)])
+        if percent == DEFAULT_PERCENT:
+            trade[percent] = default
+            continue
+        async with open_load("--min-prefill-percent", percent) as load:
+            trade[percent] = await beside(load, 1)
+            console.print(percent, trade[percent])
     return trade
 
 
@@ -222,7 +229,7 @@ def main() -> None:
     cell_s = _QUICK_CELL_S if options.quick else _CELL_S
     figures = uvloop.run(measure(cell_s, is_quick=options.quick))
     if not (options.quick or options.only_default):
-        figures["trade"] = uvloop.run(measure_trade(1))
+        figures["trade"] = uvloop.run(measure_trade(figures["beside"]["1"]))
         if options.json is not None:
             plot(figures["trade"], figures["prefill_tokens_per_s"], options.json)
     report.finish(options.json, "fairness", figures, targets(figures))
