@@ -17,8 +17,7 @@ which holds a short prompt up for that step.
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
-from heapq import nsmallest
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 
 from ringserve.engine.schedule.request import Request
@@ -48,8 +47,8 @@ class PromptQueue:
     def __init__(self, count_found: Callable[[Request], int]) -> None:
         self._count_found = count_found
         self._by_age: list[Request] = []
-        self._by_size: dict[int, list[Request]] = {}  # by the number of the client's key; one list where all are one
-        self._num_tokens: Counter[int] = Counter()  # of the prompts in each
+        self._by_size: dict[tuple[int, int], list[Request]] = {}  # by priority and the number of the client's key
+        self._num_tokens: Counter[int] = Counter()  # of all prompts of a key
         self._next_look_up = 0
 
     def __len__(self) -> int:
@@ -70,17 +69,17 @@ class PromptQueue:
         for request in under_way:
             num_tokens[request.params.key_number] += request.num_tokens_left
 
-        def turn(request: Request) -> tuple[int, int, tuple[int, int, int]]:
-            return request.params.priority, num_tokens[request.params.key_number], by_size(request)
+        def turn(line: tuple[int, int]) -> tuple[int, int]:
+            return line[0], num_tokens[line[1]]
 
-        first = chain.from_iterable(each[:count] for each in self._by_size.values())
-        return sorted((*under_way, *nsmallest(count, first, key=turn)), key=turn)
+        waiting = chain.from_iterable(self._by_size[line] for line in sorted(self._by_size, key=turn))
+        return sorted((*under_way, *islice(waiting, count)), key=lambda one: (turn(_line(one)), by_size(one)))
 
     def add(self, request: Request) -> None:
         """Let a request wait that holds no blocks."""
         request.num_computed_tokens = self._count_found(request)
         insort(self._by_age, request, key=BY_AGE)
-        insort(self._by_size.setdefault(request.params.key_number, []), request, key=by_size)
+        insort(self._by_size.setdefault(_line(request), []), request, key=by_size)
         self._num_tokens[request.params.key_number] += request.num_tokens
 
     def try_remove(self, request: Request) -> bool:
@@ -89,11 +88,13 @@ class PromptQueue:
         if index == len(self._by_age) or self._by_age[index] is not request:
             return False
         del self._by_age[index]
-        line = self._by_size[request.params.key_number]
+        line, key_number = self._by_size[_line(request)], request.params.key_number
         del line[bisect_left(line, by_size(request), key=by_size)]
-        self._num_tokens[request.params.key_number] -= request.num_tokens
         if not line:
-            del self._by_size[request.params.key_number], self._num_tokens[request.params.key_number]
+            del self._by_size[_line(request)]
+        self._num_tokens[key_number] -= request.num_tokens
+        if not self._num_tokens[key_number]:
+            del self._num_tokens[key_number]
         return True
 
     def look_up(self) -> None:
@@ -103,10 +104,14 @@ class PromptQueue:
             request = self._by_age[self._next_look_up]
             num_found = self._count_found(request)
             if num_found != request.num_computed_tokens:
-                line = self._by_size[request.params.key_number]
+                line = self._by_size[_line(request)]
                 del line[bisect_left(line, by_size(request), key=by_size)]
                 request.num_computed_tokens = num_found
                 insort(line, request, key=by_size)
+
+
+def _line(request: Request) -> tuple[int, int]:
+    return request.params.priority, request.params.key_number
 
 
 class Shares:

@@ -1,3 +1,4 @@
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -704,7 +705,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         lines = scheduler._waiting._by_size
         assert all(line == sorted(line, key=by_size) for line in lines.values())
         assert sorted(handles(scheduler._waiting.order([], 99))) == sorted(one.handle for one in scheduler._waiting)
-        num_tokens = {key: sum(one.num_tokens for one in line) for key, line in lines.items()}
+        num_tokens: Counter[int] = Counter()
+        for one in scheduler._waiting:
+            num_tokens[one.params.key_number] += one.num_tokens
         assert num_tokens == scheduler._waiting._num_tokens
         assert scheduler.num_running <= 4
         assert not any(one.block_ids for one in (*waiting, *pending))
