@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from ringserve.engine.schedule.chunk_budget import ChunkBudget
 from ringserve.engine.schedule.request import Request
 from ringserve.engine.schedule.scheduler import Scheduler
 from ringserve.shm_transport.messages import AddRequest
+from ringserve.shm_transport.records import Pooling
 
 TOKEN_NS, DECODE_NS, ROW_NS = 2_000_000, 15_000_000, 4_000_000  # of a prompt token; of a step that decodes, and a row
 SPEED = 1e9 / TOKEN_NS  # prompt tokens a second
@@ -27,6 +29,7 @@ class Arrival:
     at_ns: int
     num_tokens: int
     max_tokens: int = 1
+    wishes: dict[str, Any] = field(default_factory=dict)  # further parameters
     num_ahead: int = 0  # tokens of prompts that were not computed when it came
     first_ns: int = 0  # when its first token was there
 
@@ -65,9 +68,8 @@ class Clock:
         """Queue a prompt that came while the last step ran, whose tokens were ahead of it too."""
         handle = len(self.arrivals) + 1
         token_ids = np.arange(handle * 10_000, handle * 10_000 + arrival.num_tokens, dtype=np.int32)
-        request = Request(
-            AddRequest(handle=handle, prompt_token_ids=token_ids, max_tokens=arrival.max_tokens), queued_ns=0
-        )
+        params = {"max_tokens": arrival.max_tokens, **arrival.wishes}
+        request = Request(AddRequest(handle=handle, prompt_token_ids=token_ids, **params), queued_ns=0)
         arrival.num_ahead = sum(one.num_tokens_left for one in self.left.values())
         if arrival.at_ns > self.now_ns - self.steps_ns[-1]:
             arrival.num_ahead += self.num_step_tokens
@@ -80,9 +82,10 @@ class Clock:
         self.now_ns += elapsed_ns
         self.num_step_tokens = plan.num_chunk_tokens
         self.steps_ns.append(elapsed_ns)
-        for request in plan.sampled:
-            if self.left.pop(request.handle, None):
-                self.arrivals[request.handle].first_ns = self.now_ns
+        for chunk in plan.chunks:
+            if chunk.is_last:
+                del self.left[chunk.request.handle]
+                self.arrivals[chunk.request.handle].first_ns = self.now_ns
         self.scheduler.commit(plan, plan.sampled, [7] * len(plan.sampled))
         self.scheduler.settle(plan)
         self.budget.note(num_decodes=len(plan.decodes), num_tokens=plan.num_chunk_tokens, elapsed_ns=elapsed_ns)
@@ -152,6 +155,26 @@ def test_a_short_prompt_is_not_held_up_by_long_ones(num_long: int, num_streams: 
     clock.run([*streams, *longs, *shorts])
     assert max(one.first_ns - one.at_ns for one in shorts) <= 0.75e9
     assert [one.first_ns for one in longs] == sorted(one.first_ns for one in longs)  # each done before the next
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [Arrival(0, 12, wishes={"pooling": Pooling.LAST, "num_sibling_tokens": 2047 * 12}) for _ in range(2048)],
+        [Arrival(0, 500, wishes={"pooling": Pooling.MEAN, "num_sibling_tokens": 39 * 500}) for _ in range(40)],
+        [Arrival(0, 3000, wishes={"num_prompt_logprobs": 5})],
+        [Arrival(0, 20, wishes={"num_sibling_tokens": 127 * 20}) for _ in range(128)],
+        [Arrival(n * 10**8, 30, wishes={"key_number": 1}) for n in range(300)],
+        [Arrival(0, 2000, wishes={"key_number": 1}) for _ in range(16)],
+    ],
+    ids=["2048 embeddings", "40 long embeddings", "a scored prompt", "128 completions", "a key's many", "a key's long"],
+)
+def test_a_chat_is_not_held_up_by_calls_with_many_prompts_nor_by_another_key(others: list[Arrival]) -> None:
+    clock = Clock()
+    chats = [Arrival(int((1.05 + 0.4 * n) * 1e9), 40, wishes={"key_number": 2}) for n in range(10)]
+    clock.run([*others, *chats])
+    assert max(one.first_ns - one.at_ns for one in chats) <= 0.55e9
+    assert not [one for one in others if is_late(one, clock)]
 
 
 def test_many_short_prompts_at_once_take_a_few_middle_sized_steps() -> None:
