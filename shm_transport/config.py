@@ -9,14 +9,14 @@ from ringserve.shm_transport.records import CACHE_LINE_BYTES, MAX_LOGPROBS, RECO
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingConfig:
-    """Geometry of both rings; the defaults take 6 MB, a tenth of the 64 MB /dev/shm that Docker gives."""
+    """Geometry of both rings; the defaults take 7 MB, a ninth of the 64 MB /dev/shm that Docker gives."""
 
     num_step_slots: int = 32  # steps the server may fall behind before the engine waits
     max_rows: int = 1024  # rows of one STEP record; a larger step takes several records
     max_tokens: int = 4096  # tokens of one STEP record
     max_logprob_entries: int = 8192  # 390 tokens with 20 alternatives each
-    num_request_slots: int = 16
-    request_slot_bytes: int = 65536  # a prompt of 16,000 tokens; a longer one takes several records
+    num_request_slots: int = 512  # read between two steps: with 16 a chat waited 16 steps behind a call of 256 prompts
+    request_slot_bytes: int = 4096  # a prompt of 900 tokens; a longer one takes several records
 
     def __post_init__(self) -> None:
         """Raise RecordTooLargeError for sizes that no record could use."""

@@ -4,6 +4,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ringserve.shm_transport import segment
+from ringserve.shm_transport.config import RingConfig
 from ringserve.shm_transport.errors import RecordError
 from ringserve.shm_transport.messages import AddRequest, Fork
 from ringserve.shm_transport.request_ring import Abort, Call, Inbox, Outbox
@@ -46,6 +48,17 @@ def test_aborts_coalesce_into_one_record(request_segment: Segment) -> None:
         outbox.abort([handle])
     outbox.flush()
     assert kinds(inbox.drain()) == [("Abort", list(range(10)))]
+
+
+def test_a_chat_behind_a_call_of_256_prompts_reaches_the_engine_before_its_next_step() -> None:
+    requests = segment.create(segment.new_base_name(), segment.request_header(RingConfig(), epoch=7))
+    requests.unlink()
+    outbox, inbox = Outbox(requests), Inbox(requests)
+    for handle in range(256):
+        outbox.add(request(handle, 500))
+    outbox.add(request(1000, 40))
+    outbox.flush()
+    assert kinds(inbox.drain())[-1] == ("AddRequest", 1000)
 
 
 def test_a_full_ring_never_blocks_the_outbox_and_loses_nothing(request_segment: Segment) -> None:

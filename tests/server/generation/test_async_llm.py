@@ -337,7 +337,7 @@ async def test_what_the_ring_has_no_room_for_is_not_tried_again_with_each_prompt
     start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = start(**SLOW)
-    prompts = [await llm.input_processor.process(request(f"request-{i}", max_tokens=1)) for i in range(100)]
+    prompts = [await llm.input_processor.process(request(f"request-{i}", max_tokens=1)) for i in range(600)]
     (engine,) = start.engines
     flush, num_flushes = engine.outbox.flush, 0
 
