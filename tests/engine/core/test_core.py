@@ -486,6 +486,22 @@ def test_a_step_that_only_begins_a_prompt_has_no_rows(make_driver: MakeDriver, m
     assert sizes == [0, 0, 1]
 
 
+def test_a_step_says_how_many_prompt_tokens_it_has_computed(make_driver: MakeDriver, make_hashing_runner: Any) -> None:
+    driver = make_driver(EngineConfig(model="none", max_num_batched_tokens=8), make_hashing_runner())
+    driver.add(1, [1] * 20, max_tokens=3)
+    assert [driver.step().num_prefill_tokens for _ in range(5)] == [8, 8, 4, 0, 0]
+
+
+def test_the_goals_of_the_configuration_set_what_prompts_get_of_a_step(
+    make_driver: MakeDriver, make_hashing_runner: Any
+) -> None:
+    config = EngineConfig(model="none", target_gap_s=0.1, min_prefill_share=0.25)
+    budget = make_driver(config, make_hashing_runner()).core.budget
+    assert budget.tokens(num_decodes=1, num_prompts=1) == 16
+    budget.note(num_decodes=0, num_tokens=200, elapsed_ns=100_000_000)
+    assert budget.tokens(num_decodes=0, num_prompts=1) == 200
+
+
 def test_forks_get_what_each_would_get_alone(make_driver: MakeDriver, make_hashing_runner: Any) -> None:
     prompt, sampling = list(range(10)), {"temperature": 1.0, "max_tokens": 12}
     together = make_driver(runner=make_hashing_runner())

@@ -144,6 +144,12 @@ def draw_requests(rng: random.Random) -> dict[int, tuple[list[int], dict[str, An
     return {handle: draw_request(rng, handle, beginnings) for handle in range(0, 160, 4)}
 
 
+def test_a_step_says_how_many_prompt_tokens_it_has_computed_once_its_tokens_are_known(make_overlapping: Any) -> None:
+    driver, _ = make_overlapping(EngineConfig(model="none", max_num_batched_tokens=8))
+    driver.add(1, [1] * 20, max_tokens=3)
+    assert [driver.step().num_prefill_tokens for _ in range(6)] == [0, 8, 8, 4, 0, 0]
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_random_requests_get_the_synchronous_cores_tokens(
     seed: int, make_driver: MakeDriver, make_hashing_runner: Any, make_overlapping: Any
