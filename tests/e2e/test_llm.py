@@ -42,7 +42,7 @@ def names_of(pid: int) -> list[str]:
 @pytest.fixture(scope="module")
 def llm():
     with LLM(engine="synthetic", max_model_len=500) as llm:
-        engine_pid = llm._llm._pipe.engine.process.pid
+        engine_pid = llm._llm._reader.engine.process.pid
         yield llm
     assert process.start_time(engine_pid) is None
     assert names_of(os.getpid()) == []
@@ -185,7 +185,7 @@ def test_a_prompt_that_the_engine_fails_is_named_and_the_others_are_aborted() ->
 
 def test_a_dead_engine_is_told() -> None:
     with LLM(engine="synthetic", step_time_ms=5.0) as dying:
-        timer = threading.Timer(0.2, os.kill, (dying._llm._pipe.engine.process.pid, signal.SIGKILL))
+        timer = threading.Timer(0.2, os.kill, (dying._llm._reader.engine.process.pid, signal.SIGKILL))
         timer.start()
         with pytest.raises(EngineDeadError):
             dying.generate(["a"] * 3, SamplingParams(max_tokens=8000, ignore_eos=True), use_tqdm=False)
@@ -251,7 +251,7 @@ def test_a_script_needs_no_main_guard_and_leaves_nothing(tmp_path) -> None:
 import os
 from ringserve import LLM
 llm = LLM(engine="synthetic")
-print(os.getpid(), llm._llm._pipe.engine.process.pid)
+print(os.getpid(), llm._llm._reader.engine.process.pid)
 print(llm.generate("a", use_tqdm=False)[0].outputs[0].text)
 """
     done = run(script, tmp_path)
@@ -264,7 +264,7 @@ print(llm.generate("a", use_tqdm=False)[0].outputs[0].text)
 
 def test_the_engine_ends_with_the_last_reference() -> None:
     dropped = LLM(engine="synthetic")
-    engine_pid = dropped._llm._pipe.engine.process.pid
+    engine_pid = dropped._llm._reader.engine.process.pid
     del dropped
     assert process.start_time(engine_pid) is None
 
@@ -275,7 +275,7 @@ def test_the_engine_ends_however_its_owner_does(tmp_path, wait, end) -> None:
 import os
 from ringserve import LLM
 llm = LLM(engine="synthetic")
-print(llm._llm._pipe.engine.process.pid)
+print(llm._llm._reader.engine.process.pid)
 {end}
 """
     done = run(script, tmp_path)

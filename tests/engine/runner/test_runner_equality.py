@@ -52,7 +52,7 @@ def test_tokens_are_those_of_generate(name: str, runner: str, tiny_model: TinyMo
     assert driver.tokens == wanted
     assert driver.core.stats()["num_hit_tokens"] > 40
 
-    driver = make_driver(tiny.config(kv_cache_tokens=60, **settings))
+    driver = make_driver(tiny.config(kv_cache_tokens=52, **settings))
     for handle, prompt in enumerate(requests):  # three fit at first, and not when they grow
         driver.add(handle, prompt, max_tokens=12)
     driver.run()
