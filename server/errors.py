@@ -4,6 +4,7 @@ ServerError
 ├── RequestError (ValueError)     the client's fault: 400
 │   ├── ContextLengthError            it does not fit the model's context
 │   ├── AuthenticationError           401 + WWW-Authenticate
+│   ├── PermissionDeniedError         403: not for a page of that site, or not under that name
 │   ├── NotFoundError                 404
 │   │   └── ModelNotFoundError            the model is not one of those that are served
 │   ├── MethodNotAllowedError         405
@@ -102,6 +103,13 @@ class AuthenticationError(RequestError):
     status = 401
     type = "AuthenticationError"
     code = "invalid_api_key"
+
+
+class PermissionDeniedError(RequestError):
+    """A browser sends the request for a page that may not use the server."""
+
+    status = 403
+    type = "PermissionDeniedError"
 
 
 class NotFoundError(RequestError):

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.server import HANDLED_SIGNALS
 
 from ringserve.server.api.chat_settings import ChatSettings
@@ -30,7 +31,8 @@ from ringserve.server.generation.async_llm import AsyncLLM
 from ringserve.server.http.api_keys import guarded, read_keys
 from ringserve.server.http.connection_sweep import ConnectionLimits, ConnectionSweep
 from ringserve.server.http.cors import Cors, CorsPolicy
-from ringserve.server.http.listener import accept, allow_connections, bound, listen, tls_context, url_of
+from ringserve.server.http.listener import accept, allow_connections, bound, is_loopback, listen, tls_context, url_of
+from ringserve.server.http.page_guard import PageGuard
 from ringserve.server.http.protocol import RingserveProtocol
 from ringserve.server.http.request_body import BodyReader
 from ringserve.server.http.turns import Turns
@@ -178,7 +180,8 @@ def serve(config: ServeConfig) -> int:
             if tracer is not None:
                 llm.metrics.on_finished.append(tracer)
             banner = _banner(serving, config, url_of(listener, config), time.monotonic() - started_s)
-            server = Server(_uvicorn_config(config, serving, keys, tls), llm, config, banner)
+            app = _layered(serving, config, keys, is_local=is_loopback(listener))
+            server = Server(_uvicorn_config(config, app, tls), llm, config, banner)
             allow_connections()
             listen(listener, config)
             server.run(sockets=[listener])  # from here on its own signal handlers: a signal means drain
@@ -222,14 +225,20 @@ def _model_names(config: ServeConfig, directory_name: str) -> tuple[str, ...]:
     return names
 
 
-def _uvicorn_config(
-    config: ServeConfig, serving: Serving, keys: tuple[str, ...], tls: ssl.SSLContext | None
-) -> uvicorn.Config:
+def _layered(serving: Serving, config: ServeConfig, keys: tuple[str, ...], *, is_local: bool) -> ASGIApp:
+    """Return the application inside the layers that the configuration asks for.
+
+    A server for other machines cannot know by what names they call it: it checks those only if it is told them.
+    """
+    cors = CorsPolicy.of(config)
     app = guarded(build_app(serving, has_dev_routes=config.enable_dev_routes), keys, config)
+    app = PageGuard(app, config.allowed_hosts if is_local or config.allowed_hosts else ("*",), cors)
     if config.allowed_origins:
-        app = Cors(app, CorsPolicy.of(config))
-    if config.otlp_traces_endpoint is not None:
-        app = TraceHeadersLayer(app)
+        app = Cors(app, cors)
+    return app if config.otlp_traces_endpoint is None else TraceHeadersLayer(app)
+
+
+def _uvicorn_config(config: ServeConfig, app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
     uvicorn_config = uvicorn.Config(
         app,
         root_path=config.root_path,

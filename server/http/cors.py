@@ -45,8 +45,8 @@ class CorsPolicy:
 
     @property
     def is_public(self) -> bool:
-        """Whether the answer is the same for every origin: "*", which browsers refuse together with credentials."""
-        return _ANY in self.origins and not self.allow_credentials
+        """Whether the answer is the same for every origin; never with credentials, which the configuration refuses."""
+        return _ANY in self.origins
 
     def allows_origin(self, origin: str) -> bool:
         """Whether pages of that origin may read responses."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import ipaddress
 import math
 import resource
 import socket
@@ -128,6 +129,14 @@ def url_of(listener: socket.socket, config: ServeConfig) -> str:
         return f"{scheme}://localhost{config.root_path}"
     host, port = listener.getsockname()[:2]
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{config.root_path}"
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Whether programs of this machine alone can connect to a port; a Unix socket is none, which browsers cannot."""
+    if listener.family == socket.AF_UNIX:
+        return False
+    address = ipaddress.ip_address(listener.getsockname()[0])
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _bind_port(config: ServeConfig) -> socket.socket:

@@ -14,6 +14,7 @@ from ringserve.shm_transport.strategies import STRATEGIES
 
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")  # as browsers send it
+_HOST_NAME = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*\.?", re.IGNORECASE | re.ASCII)
 _TOO_LARGE = 2**63  # for any setting, infinity too
 
 
@@ -58,6 +59,10 @@ class ServeConfig:
     api_key_file: str | None = _option(None, "a file with more of them, one a line", "FILE")
     max_concurrency_per_key: int | None = _option(None, "requests of one key at once; more get a 429", "N")
     fair_by_key: bool = _option(False, "the key that has the fewest prompt tokens waiting goes first")
+    allowed_hosts: tuple[str, ...] = _option(
+        (), "names that clients may call the server by, beside IP addresses and localhost; *.NAME for those below one, "
+        "* for any; with none, only a server on the loopback checks", "NAME",
+    )  # fmt: skip
     allowed_origins: tuple[str, ...] = _option(
         (), "origins whose pages may use the server, such as https://example.org; * for all; none if unset", "ORIGIN"
     )
@@ -146,6 +151,16 @@ class ServeConfig:
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise StartupError(f"--allowed-origins has {origin!r}: write * or scheme://host[:port], without a path")
+        if "*" in self.allowed_origins and self.allow_credentials:
+            raise StartupError(
+                "--allow-credentials with --allowed-origins *: any page could act as its reader; name the origins"
+            )
+        for name in self.allowed_hosts:
+            if not _HOST_NAME.fullmatch(name):
+                raise StartupError(
+                    f"--allowed-hosts has {name!r}: write a name such as llm.example.org, *.example.org or *, without "
+                    "scheme, port or path; IP addresses are always allowed"
+                )
         self._check_adapters()
         self._check_names()
         if self.otlp_traces_endpoint is not None and not _is_http_url(self.otlp_traces_endpoint):

@@ -76,7 +76,8 @@ class Crowd:
             "logprobs": rng.choice([None, 1]),
         }
         data = json.dumps(body).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head += "Content-Type: application/json\r\n"
         return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 

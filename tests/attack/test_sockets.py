@@ -25,8 +25,8 @@ MOST_OPEN = 1000  # connects at once
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 
 BODY = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
-GET = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 POST = HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 SLOWLY = (  # how a request begins, and the bytes that come from time to time
@@ -36,8 +36,8 @@ SLOWLY = (  # how a request begins, and the bytes that come from time to time
 VALID = (
     GET, POST, POST.replace(b'"a"', b'"a","stream":true').replace(b": %d" % len(BODY), b": %d" % (len(BODY) + 14)),
     CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY),
-    b"GET /nowhere?a=%00 HTTP/1.1\r\nHost: a\r\n\r\n", b"OPTIONS /health HTTP/1.1\r\nHost: a\r\n\r\n",
-    b"HEAD /v1/models HTTP/1.1\r\nHost: a\r\n\r\n", GET.replace(b"HTTP/1.1", b"HTTP/1.0"),
+    b"GET /nowhere?a=%00 HTTP/1.1\r\nHost: localhost\r\n\r\n", b"OPTIONS /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"HEAD /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", GET.replace(b"HTTP/1.1", b"HTTP/1.0"),
 )  # fmt: skip
 
 
@@ -70,16 +70,18 @@ def huge_head(rng: random.Random) -> bytes:
     size = rng.choice([100, 8_000, 60_000, 65_530, 65_540, 70_000, 200_000, 1_000_000])
     filler = rng.choice([b"a", b"/", b"%00", b"\xc3\xa9", b" ", b":"]) * size
     return rng.choice([
-        b"GET /%b HTTP/1.1\r\nHost: a\r\n\r\n" % filler, b"%b / HTTP/1.1\r\nHost: a\r\n\r\n" % filler,
+        b"GET /%b HTTP/1.1\r\nHost: localhost\r\n\r\n" % filler, b"%b / HTTP/1.1\r\nHost: localhost\r\n\r\n" % filler,
         b"GET /health HTTP/1.1\r\nX: %b\r\n\r\n" % filler, b"GET /health HTTP/1.1\r\n%b: a\r\n\r\n" % filler,
-        b"GET /health HTTP/1.1%b\r\n\r\n" % filler, b"GET /health?%b HTTP/1.1\r\nHost: a\r\n\r\n" % filler,
+        b"GET /health HTTP/1.1%b\r\n\r\n" % filler, b"GET /health?%b HTTP/1.1\r\nHost: localhost\r\n\r\n" % filler,
         b"GET /health HTTP/1.1\r\nCookie: a\r\n" + b"\r\n" * size, b"\r\n" * size + GET,
     ])  # fmt: skip
 
 
 def many_headers(rng: random.Random) -> bytes:
     num = rng.choice([90, 99, 100, 101, 1000, 20_000])
-    line = rng.choice([b"A: b\r\n", b"Host: a\r\n", b"Connection: close\r\n", b"X-Request-Id: b\r\n", b"a:\r\n"])
+    line = rng.choice(
+        [b"A: b\r\n", b"Host: localhost\r\n", b"Connection: close\r\n", b"X-Request-Id: b\r\n", b"a:\r\n"]
+    )
     return b"GET /health HTTP/1.1\r\n" + line * num + b"\r\n"
 
 
@@ -110,16 +112,17 @@ def zeros(rng: random.Random) -> bytes:
 
 
 def other_protocols(rng: random.Random) -> bytes:
-    upgrade = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: %b\r\n\r\n"
+    upgrade = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: %b\r\n\r\n"
     return rng.choice([
         b"GET /health\r\n", b"GET /health\r\n\r\n", b"GET\r\n\r\n", b"\r\n\r\n", b"\n", b"GET / HTTP/0.9\r\n\r\n",
         b"GET /health HTTP/2.0\r\n\r\n", b"GET /health HTTP/9.9\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(30),
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(200), b"SSH-2.0-OpenSSH_9.0\r\n", b"EHLO a\r\n",
-        b"*1\r\n$4\r\nPING\r\n", b"CONNECT a:443 HTTP/1.1\r\nHost: a\r\n\r\n", b"TRACE / HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n", b"GET http://a/health HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"GET //[::1/ HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /%ff%fe/\xff HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"GET /health HTTP/1.1\r\n folded: a\r\n\r\n",
+        b"*1\r\n$4\r\nPING\r\n", b"CONNECT a:443 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"TRACE / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET http://a/health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET //[::1/ HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET /%ff%fe/\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: b\r\n\r\n", b"GET /health HTTP/1.1\r\n folded: a\r\n\r\n",
         upgrade % b"h2c" + GET, upgrade % b"websocket" + rng.randbytes(50), upgrade % b"a" + bytes(70_000),
     ])  # fmt: skip
 

@@ -29,7 +29,7 @@ def stream(port: int, max_tokens: int = MOST_TOKENS, **options: int) -> socket.s
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, options["mss"])
     client.connect(("127.0.0.1", port))
     data = json.dumps({"prompt": "a", "stream": True, "max_tokens": max_tokens}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return client
 

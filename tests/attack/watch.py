@@ -17,7 +17,7 @@ HEALTH_LIMIT_S = 0.1  # what /health may take, whatever happens
 WATCHDOG = 5  # times that: a shared machine's own pauses are no finding
 _FOOTPRINT_EACH = 20  # polls
 _TIMEOUT_S = 30
-_QUESTION = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+_QUESTION = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 

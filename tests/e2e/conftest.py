@@ -112,7 +112,15 @@ def post_bytes(path: str, body: object, *header_lines: str) -> bytes:
     """Return a POST as it goes over the wire; its body is JSON unless it is bytes already."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     length = f"Content-Length: {len(data)}"
-    lines = (f"POST {path} HTTP/1.1", "Host: a", "Content-Type: application/json", *header_lines, length, "", "")
+    lines = (
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        *header_lines,
+        length,
+        "",
+        "",
+    )
     return "\r\n".join(lines).encode() + data
 
 

@@ -35,8 +35,10 @@ def server():
     assert running.stop() == 0
 
 
-def ask(server: RunningServer, kind: str, origin: str | None) -> httpx.Response:
+def ask(server: RunningServer, kind: str, origin: str | None, *, is_allowed: bool = True) -> httpx.Response:
     method, path, body, status = REQUESTS[kind]
+    if method == "POST" and not is_allowed:
+        status = 403
     response = server.client.request(method, path, json=body, headers={"origin": origin} if origin else {})
     assert response.status_code == status, response.text
     return response
@@ -68,7 +70,7 @@ def test_every_response_allows_the_origin_once(server: RunningServer, kind: str)
 @pytest.mark.parametrize("kind", REQUESTS)
 @pytest.mark.parametrize("origin", [OTHER, ORIGIN + ".evil.example", "null", None])
 def test_other_origins_get_no_headers_but_caches_are_told(server: RunningServer, kind: str, origin: str | None) -> None:
-    response = ask(server, kind, origin)
+    response = ask(server, kind, origin, is_allowed=origin is None)
     assert cors_headers(response) == {}
     assert response.headers.get_list("vary") == ["Origin"]
 
@@ -108,19 +110,27 @@ def test_options_that_is_no_preflight_goes_to_the_routes(server: RunningServer) 
 
 def test_without_the_flag_nothing_is_added(synthetic: RunningServer) -> None:
     for kind in REQUESTS:
-        response = ask(synthetic, kind, ORIGIN)
+        response = ask(synthetic, kind, ORIGIN, is_allowed=False)
         assert cors_headers(response) == {}
         assert "vary" not in response.headers
     assert preflight(synthetic, ORIGIN).status_code == 405
 
 
-@pytest.mark.parametrize("with_credentials", [False, True])
-async def test_any_origin_is_a_star_unless_credentials_are_allowed(with_credentials: bool) -> None:
-    policy = CorsPolicy(origins=frozenset("*"), allow_credentials=with_credentials)
-    assert cors_of(policy, OTHER) == (
-        {"allow-origin": OTHER, "allow-credentials": "true"} if with_credentials else {"allow-origin": "*"}
-    )
-    assert policy.response_headers(None) == ([(b"vary", b"Origin")] if with_credentials else [])
+def test_any_origin_is_a_star_for_which_caches_need_not_vary() -> None:
+    policy = CorsPolicy(origins=frozenset("*"))
+    assert cors_of(policy, OTHER) == {"allow-origin": "*"}
+    assert policy.response_headers(None) == []
+
+
+def test_credentials_are_allowed_to_named_origins() -> None:
+    policy = CorsPolicy(origins=frozenset({ORIGIN}), allow_credentials=True)
+    assert cors_of(policy, ORIGIN) == {"allow-origin": ORIGIN, "allow-credentials": "true"}
+
+
+@pytest.mark.parametrize("origins", [("*",), ("*", ORIGIN), (ORIGIN, "*")])
+def test_credentials_are_not_allowed_to_any_origin(origins: tuple[str, ...]) -> None:
+    with pytest.raises(StartupError, match="--allow-credentials with --allowed-origins"):
+        ServeConfig(allowed_origins=origins, allow_credentials=True)
 
 
 def cors_of(policy: CorsPolicy, origin: str) -> dict[str, str]:

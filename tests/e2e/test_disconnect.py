@@ -174,7 +174,7 @@ def test_two_live_requests_of_one_id_keep_their_own_outputs(shared_server, wait)
 def test_a_client_that_leaves_a_pipeline_behind_is_aborted_whole(start_server, wait, stream) -> None:
     server = start_server(*DECODE, "--drain-timeout", "20")
     request = post_bytes("/v1/completions", {"prompt": "a", "max_tokens": 4000, "stream": stream})
-    for behind in (b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", request * 10):
+    for behind in (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", request * 10):
         client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
         client.sendall(request + behind)
         wait(lambda: server.load()["num_requests_running"] == 1, 30)
@@ -190,7 +190,7 @@ def test_half_a_body_and_then_silence_is_no_error_of_the_server(start_server, wa
     server = start_server(*DECODE)
     for _ in range(5):
         client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         client.sendall(b'Content-Length: 100\r\n\r\n{"prompt"')
         client.close()
     assert server.complete(prompt="a", max_tokens=1)["usage"]["completion_tokens"] == 1
@@ -200,7 +200,7 @@ def test_half_a_body_and_then_silence_is_no_error_of_the_server(start_server, wa
 
 def test_a_client_that_asks_without_end_and_never_reads_is_dropped(shared_server) -> None:
     server = shared_server(*DECODE)
-    questions = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 1_000_000
+    questions = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1_000_000
     client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
     with pytest.raises((ConnectionResetError, BrokenPipeError)):
         client.sendall(questions)
@@ -212,7 +212,7 @@ def test_a_client_that_asks_without_end_and_never_reads_is_dropped(shared_server
 def test_a_head_without_end_is_refused(shared_server, line) -> None:
     server = shared_server(*DECODE)
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n" + line)
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + line)
         answer = client.recv(10_000)
     assert answer.startswith(b"HTTP/1.1 431 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] is None

@@ -310,7 +310,7 @@ def test_what_is_no_http_gets_the_error_shape(synthetic) -> None:
 def request_bytes(version: str, *, close: bool) -> bytes:
     body = b'{"prompt":"a","max_tokens":3,"stream":true}'
     connection = "Connection: close\r\n" if close else ""
-    head = f"POST /v1/completions HTTP/{version}\r\nHost: a\r\nContent-Type: application/json\r\n{connection}"
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n{connection}"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -332,7 +332,7 @@ def test_pipelined_streams_are_answered_in_order(synthetic) -> None:
 def test_expect_100_continue_is_answered(synthetic) -> None:
     body = b'{"prompt":"a","max_tokens":2}'
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
         f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     with socket.create_connection(("127.0.0.1", synthetic.port), timeout=10) as client:
@@ -355,7 +355,8 @@ def test_a_client_that_offers_another_protocol_is_answered_in_http_1_1_and_keeps
 ) -> None:
     body = b'{"prompt":"a","max_tokens":1}'
     framing = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {len(body)}"
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n{upgrade}{framing}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{upgrade}{framing}\r\n"
+    head += "Content-Type: application/json\r\n\r\n"
     sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if is_chunked else body
     data = raw_exchange(synthetic.port, head.encode() + sent + request_bytes("1.1", close=True))
     assert data.count(b"HTTP/1.1 200 OK") == 2, data

@@ -96,7 +96,7 @@ def test_a_stream_over_tls_is_the_same_stream(certificate, plain_events, tmp_pat
         with pytest.raises(httpx.ConnectError), httpx.Client(base_url=url) as client:
             client.get("/health")  # nobody vouches for the certificate
         with socket.create_connection(("127.0.0.1", server.port)) as raw:  # no TLS at all
-            raw.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"200" not in raw.recv(1000)
 
 
@@ -169,7 +169,7 @@ def test_tls_clients_that_neither_ask_nor_leave_do_not_hold_up_the_end(certifica
             socket.create_connection(address),
             context.wrap_socket(socket.create_connection(address), server_hostname="localhost") as idle,
         ):
-            idle.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"200 OK" in idle.recv(1000)
             started = time.monotonic()
             server.process.terminate()
@@ -214,7 +214,7 @@ def test_a_server_that_cannot_write_where_it_says_that_it_is_ready_serves(
     def is_healthy() -> bool:
         with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
             client.connect(str(path))
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             return client.recv(100).startswith(b"HTTP/1.1 200 ")
         return False
 
@@ -360,7 +360,7 @@ def test_a_server_takes_more_connections_than_a_shells_usual_limit_of_files(star
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         clients += [socket.create_connection(("127.0.0.1", server.port)) for _ in range(1100)]
         for each in clients:
-            each.sendall(b"GET /ping HTTP/1.1\r\nHost: a\r\n\r\n")
+            each.sendall(b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert all(each.recv(100).startswith(b"HTTP/1.1 200 ") for each in clients)
     finally:
         for each in clients:

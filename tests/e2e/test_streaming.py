@@ -332,7 +332,7 @@ def test_while_the_server_keeps_up_every_event_is_one_token(start_server, num_st
 async def stream_all(port: int, num_streams: int, num_tokens: int) -> list[str]:
     """Open all streams at once; return the raw answers."""
     body = json.dumps({"prompt": "a", "max_tokens": num_tokens, "stream": True}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
 
     async def read_all() -> str:

@@ -43,7 +43,8 @@ def other_value(field: "dataclasses.Field[Any]") -> tuple[list[str], Any]:
     if "choices" in field.metadata:
         return [field.metadata["choices"][-1]], field.metadata["choices"][-1]
     if typing.get_origin(field.type) is tuple:
-        return ["https://a=1", "https://b=2"], ("https://a=1", "https://b=2")
+        values = ("a", "b") if field.name == "allowed_hosts" else ("https://a=1", "https://b=2")
+        return [*values], values
     kind = plain_type(field.type)
     return ["77"], kind("77")
 

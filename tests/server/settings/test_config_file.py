@@ -39,7 +39,8 @@ def value_of(field: "dataclasses.Field[Any]") -> tuple[Any, str]:
     if "choices" in field.metadata:
         return field.metadata["choices"][-1], field.metadata["choices"][-1]
     if config_file.is_list(field):
-        return ("https://a=1", "https://b=2"), "https://a=1, https://b=2"
+        values = ("a", "b") if field.name == "allowed_hosts" else ("https://a=1", "https://b=2")
+        return values, ", ".join(values)
     if field.name in EXAMPLES:
         return EXAMPLES[field.name], EXAMPLES[field.name]
     return config_file.plain_type(field.type)(77), "77"
