@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib.metadata
 import logging
+import math
 import os
 import signal
 import socket
@@ -245,6 +246,7 @@ def _uvicorn_config(config: ServeConfig, app: ASGIApp, tls: ssl.SSLContext | Non
         loop="uvloop",
         ws="none",
         lifespan="on",
+        timeout_keep_alive=config.keep_alive_timeout or math.inf,  # type: ignore[arg-type]  # fractions too
         log_config=None,  # its lines look like ours
         log_level="error",  # of what is wrong with requests their clients are told
         access_log=False,

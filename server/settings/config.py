@@ -80,6 +80,10 @@ class ServeConfig:
     receive_timeout: float = _option(
         60.0, "time for a request's head to come, and for which its body may pause; 0: any", "SECONDS"
     )
+    keep_alive_timeout: float = _option(  # above 600 s, Google's balancers', the longest default of a common proxy
+        620.0, "time after which a connection without a request is closed; more than a proxy's in front; 0: never",
+        "SECONDS",
+    )  # fmt: skip
     drain_timeout: float = _option(30.0, "time that running streams may take to end after SIGTERM", "SECONDS")
     step_timeout: float = _option(60.0, "time after which a step in progress counts as stuck", "SECONDS")
     stream_interval: int = _option(1, "least tokens in an event, but for the first and the last", "N")
@@ -127,7 +131,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         """Raise StartupError for a value out of its range."""
-        _at_least(self, 0, "sse_keep_alive_interval", "write_timeout", "receive_timeout")
+        _at_least(self, 0, "sse_keep_alive_interval", "write_timeout", "receive_timeout", "keep_alive_timeout")
         _at_least(self, 0, "port", "max_stored_responses", "drain_timeout", "step_time_ms", "prefill_time_ms")
         _at_least(self, 0, "min_prefill_percent")
         _at_least(self, 1, "stream_interval", "max_num_queued_reqs", "max_body_mb", "tokens_per_step", "step_timeout")
