@@ -16,14 +16,11 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
+from ringserve.shm_transport.grammar_limits import GRAMMAR_LIMITS
 from ringserve.shm_transport.messages import AddRequest
 
 _NUM_THREADS = 2
 _NUM_KEPT = 128  # compiled texts
-# A lexer state takes 1 to 2 kB: the default, 250,000 of them, would be half a gigabyte for one hostile grammar.
-_MAX_LEXER_STATES = 20_000
-# An object takes four for each of its optional properties: 1,000 of them, with masks of 5 ms where any may come.
-_MAX_ROW_ITEMS = 4_100
 _NO_WAY_ON = "NoExtension"  # the library's, also as a beginning
 
 
@@ -124,9 +121,7 @@ class GrammarCompiler:
         self._tokenizer_lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
         self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()  # the newest last
-        self._limits = LLParserLimits(
-            max_lexer_states=_MAX_LEXER_STATES, max_items_in_row=_MAX_ROW_ITEMS, verbose_errors=False
-        )
+        self._limits = LLParserLimits(**GRAMMAR_LIMITS)
         self._threads.submit(self._load_tokenizer)  # if it fails, it fails again for whoever has a grammar
 
     def compile(self, text: str) -> "Future[CompiledGrammar]":

@@ -24,12 +24,13 @@ from ringserve.server.api.render.chunks import (
 from ringserve.server.api.render.echo import Echo, EchoChunks, PromptSource
 from ringserve.server.api.render.logprob_format import ChatLogprobs, CompletionLogprobs
 from ringserve.server.api.render.parsed_chunks import ParsedChunks, parsed_choice
-from ringserve.server.api.serving import Serving, StreamResponse, collect
+from ringserve.server.api.serving import Serving, StreamResponse, collect, while_connected
 from ringserve.server.chat.parser import ChatParsing
 from ringserve.server.chat.tool_grammar import answer_grammar
 from ringserve.server.generation.input_processor import GenerateRequest, ProcessedRequest, Truncation
 from ringserve.server.generation.outputs import OutputKind
 from ringserve.server.generation.sampling_params import SamplingParams
+from ringserve.server.grammar.structured_output import has_structure
 from ringserve.server.http.deadline import deadline_s
 from ringserve.server.http.endpoint import Endpoint
 from ringserve.server.http.json_response import JsonResponse
@@ -83,7 +84,7 @@ async def chat_completions(request: Request) -> ASGIApp:
     parsing = serving.chat.parsing(use, text, include_reasoning=body.include_reasoning is not False)
     if parsing is None:
         return await _answer(request, body, _CHAT, params, prompts)
-    form = await serving.llm.input_processor.grammars.find(body)
+    form = await while_connected(request.receive, serving.llm.input_processor.grammars.find(body))
     special_token_id = serving.llm.model.tokenizer.special_token_id
     grammar = await asyncio.to_thread(answer_grammar, use, parsing, form, special_token_id)
     params = replace(params, shown_special_tokens=parsing.markers, grammar=grammar)
@@ -120,10 +121,12 @@ async def _answer(
     serving: Serving = request.app.state.serving
     name = request_id(request, body.request_id)
     identity = serving.identity(f"{endpoint.id_prefix}-{name}", body.model)
-    if not params.grammar and (grammar := await serving.llm.input_processor.grammars.find(body)):
+    if not params.grammar and has_structure(body):
+        grammar = await while_connected(request.receive, serving.llm.input_processor.grammars.find(body))
         params = replace(params, grammar=grammar)
     times = _Times(arrival_ns=request.state.arrival_ns, deadline_s=deadline_s(request, body.timeout_s))
-    requests = await _process(serving, body, identity.response_id, params, prompts, times)
+    processing = _process(serving, body, identity.response_id, params, prompts, times)
+    requests = await (while_connected(request.receive, processing) if params.grammar else processing)
     names = _names(serving, body)
     shown = _shown(body, requests, endpoint.logprobs(names) if params.logprobs is not None else None)
     if body.stream:

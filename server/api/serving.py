@@ -5,8 +5,9 @@ The handler's own task only waits for the end or the disconnect.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -23,6 +24,8 @@ from ringserve.server.generation.outputs import RequestOutput
 from ringserve.server.http.request_body import BodyReader
 from ringserve.server.http.request_id import HEADER
 from ringserve.server.http.sink import Headers, open_sink, until_disconnect
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +63,23 @@ class Serving:
             model=self.adapter(name) or self.model_names[0],
             fingerprint=f"ringserve-{self.version}",
         )
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return what work returns: what a request waits for before it generates. A client that goes away cancels it.
+
+    Raises:
+        ClientGoneError: If it did.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(until_disconnect(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError("the client has closed its connection")
+    finally:
+        working.cancel()
+        leaving.cancel()
 
 
 class StreamResponse:

@@ -89,13 +89,15 @@ class AsyncLLM(EngineClient):
             vocab_size=limits["vocab_size"],
             embedding_size=limits.get("embedding_size", 0),
         )
-        return cls(
+        llm = cls(
             engine,
             model,
             max_num_queued_reqs=config.max_num_queued_reqs,
             max_num_queued_tokens=config.max_num_queued_tokens,
             stream_interval=config.stream_interval,
         )
+        llm.input_processor.grammars.start()
+        return llm
 
     @property
     def is_running(self) -> bool:

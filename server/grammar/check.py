@@ -1,31 +1,23 @@
-"""Finds and checks the grammars of requests before anything is generated, on a thread of its own.
+"""Whether llguidance can follow a grammar: what is wrong with it shows in its text, or in the first steps. Any process.
 
-A hostile grammar keeps nobody waiting but other requests with grammars: its text is bounded, llguidance's limits bound
-its time and memory, and the work is done without the GIL.
+Takes as long as the grammar wants, up to seconds: check_process.py runs it where it holds nobody up.
 """
 
-import asyncio
 import random
-from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from ringserve.server.errors import RequestError
-from ringserve.server.grammar.errors import explain
-from ringserve.server.grammar.structured_output import Grammar, StructuredFields, field_of, find_grammar, has_structure
-from ringserve.server.text.tokenizer import Tokenizer
+from ringserve.shm_transport.grammar_limits import GRAMMAR_LIMITS
 
-_NUM_KEPT = 64  # texts that are known to be good
+LIMITS = LLParserLimits(**GRAMMAR_LIMITS)
 _NUM_TRIED_TOKENS = 64
 _NO_INK = frozenset((*b" \t\r\n", 256))  # of the byte tokenizer: they lead nowhere, or end
 _NEEDS_TOKENIZER = "no tokenizer"
-_LIMITS = LLParserLimits(max_lexer_states=20_000, max_items_in_row=4_100, verbose_errors=False)  # the engine's
 
 
-class _Bytes:
+class ByteTokenizer:
     """A tokenizer of a token for each byte, for what needs no other: as small as it can be."""
 
     eos_token_id = 256
@@ -38,15 +30,14 @@ class _Bytes:
         return list(text if isinstance(text, bytes) else text.encode())
 
 
-class _NamedTokens(_Bytes):
+class _NamedTokens(ByteTokenizer):
     """The same under a model's ids, with its added tokens: all that grammars can name.
 
     The library reads a whole tokenizer with the GIL held: so long that every stream would stop. These are few.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        added, data = tokenizer.added_tokens(), iter(range(256))
-        ids = range(tokenizer.vocab_size)
+    def __init__(self, added: Mapping[int, str], vocab_size: int) -> None:
+        data, ids = iter(range(256)), range(vocab_size)
         self.special_token_ids = [*added]
         self.tokens = [added[i].encode() if i in added else bytes([*islice(data, 1)]) for i in ids]
         self.eos_token_id = next(iter(added), 0)
@@ -57,64 +48,31 @@ class _NamedTokens(_Bytes):
         return [self._byte_ids[byte] for byte in super().__call__(text)]
 
 
-class GrammarChecker:
-    """For one model. Loop thread only, but for what it does on its own."""
+class GrammarCheck:
+    """Checks for one model.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._named_tokens: LLTokenizer | None = None
-        self._bytes = LLTokenizer(TokenizerWrapper(_Bytes()))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-check")
-        self._good: OrderedDict[str, None] = OrderedDict()  # the newest last
+    Args:
+        added_tokens: The model's, by id.
+        vocab_size: Ids that its tokenizer has.
+    """
 
-    async def find(self, fields: StructuredFields) -> str:
-        """Return the grammar that a request asks for, checked; "" for plain text.
+    def __init__(self, added_tokens: Mapping[int, str], vocab_size: int) -> None:
+        self._bytes = LLTokenizer(TokenizerWrapper(ByteTokenizer()))
+        self._named_tokens = LLTokenizer(TokenizerWrapper(_NamedTokens(added_tokens, vocab_size)))
 
-        Raises:
-            RequestError: Naming the field at fault.
-        """
-        if not has_structure(fields):
-            return ""
-        grammar = await asyncio.get_running_loop().run_in_executor(self._thread, find_grammar, fields)
-        if grammar is None:
-            return ""
-        await self.check(grammar)
-        return grammar
-
-    async def check(self, grammar: str) -> None:
-        """Return if the engine can follow a grammar.
-
-        Raises:
-            RequestError: If it cannot, naming the field that the grammar comes from.
-        """
-        if grammar not in self._good:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._check, grammar)
-            if len(self._good) >= _NUM_KEPT:
-                self._good.popitem(last=False)
-            self._good[str(grammar)] = None
-
-    def _check(self, grammar: str) -> None:
-        is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=_LIMITS)
-        error = messages[0] if is_wrong else ""
-        if not is_wrong:
-            names_tokens = any(message.startswith(_NEEDS_TOKENIZER) for message in messages)
-            error = begin(grammar, self._with_named_tokens() if names_tokens else self._bytes)
-        if error:
-            for part in grammar.parts() if isinstance(grammar, Grammar) else ():
-                self._check(part)
-            field = field_of(grammar)
-            raise RequestError(f"{field}: {explain(error)}", param=field)
-
-    def _with_named_tokens(self) -> LLTokenizer:
-        """Return the tokenizer for grammars that name tokens."""
-        self._named_tokens = self._named_tokens or LLTokenizer(TokenizerWrapper(_NamedTokens(self._tokenizer)))
-        return self._named_tokens
+    def error_of(self, grammar: str) -> str:
+        """Return the library's words on why the engine could not follow a grammar; "" if it can."""
+        is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=LIMITS)
+        if is_wrong:
+            return messages[0]
+        names_tokens = any(message.startswith(_NEEDS_TOKENIZER) for message in messages)
+        return begin(grammar, self._named_tokens if names_tokens else self._bytes)
 
 
 def begin(grammar: str, tokenizer: LLTokenizer) -> str:
     """Return why a grammar cannot be followed, "" if it can: what is too complex shows in the first steps at random."""
-    matcher, chance = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS), random.Random(0)
-    for _ in range(_NUM_TRIED_TOKENS if tokenizer.vocab_size == len(_Bytes.tokens) else 1):  # else far slower
+    matcher, chance = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS), random.Random(0)
+    for _ in range(_NUM_TRIED_TOKENS if tokenizer.vocab_size == len(ByteTokenizer.tokens) else 1):  # else far slower
         mask = 0 if matcher.is_error() else int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_error() or matcher.is_stopped():
             break

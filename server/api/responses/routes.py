@@ -17,7 +17,7 @@ from ringserve.server.api.responses import types
 from ringserve.server.api.responses.plan import Plan, Prepared, make_plan, not_found, prepare
 from ringserve.server.api.responses.protocol import ResponseRequest, deleted, item_list
 from ringserve.server.api.responses.stream import PlainParser, ResponseEvents
-from ringserve.server.api.serving import Serving, StreamResponse, collect
+from ringserve.server.api.serving import Serving, StreamResponse, collect, while_connected
 from ringserve.server.errors import RequestError, shown
 from ringserve.server.http.deadline import deadline_s
 from ringserve.server.http.endpoint import Endpoint
@@ -34,8 +34,9 @@ async def create(request: Request) -> ASGIApp:
     name = request_id(request, body.request_id)
     serving.llm.check_admission(1)
     ends_s = deadline_s(request, body.timeout_s)
-    plan = await make_plan(serving, body, arrival_ns=request.state.arrival_ns, deadline_s=ends_s)
-    prepared = await prepare(plan)
+    planning = make_plan(serving, body, arrival_ns=request.state.arrival_ns, deadline_s=ends_s)
+    plan = await while_connected(request.receive, planning)
+    prepared = await while_connected(request.receive, prepare(plan))
     events = _events(plan, prepared)
     if body.stream:
         ending = Ending(b"", events.failure)

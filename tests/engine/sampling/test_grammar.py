@@ -17,6 +17,7 @@ from ringserve.engine.core.overlap import OverlappingCore
 from ringserve.engine.sampling.grammar import CompiledGrammar, GrammarCompiler, GrammarError, load_tokenizer
 from ringserve.engine.sampling.grammar_mask import _unpack, apply_grammars_
 from ringserve.engine.schedule.request import Request
+from ringserve.shm_transport.grammar_limits import GRAMMAR_LIMITS
 from ringserve.shm_transport.messages import AddRequest, Fork
 from ringserve.shm_transport.records import GRAMMAR_END, FinishReason
 
@@ -262,7 +263,7 @@ def test_rules_that_leave_no_token_of_a_grammar_are_refused_by_name_and_alone(
 def test_a_grammar_that_becomes_too_complex_is_refused_when_it_does(
     model_directory: Path, make_driver: MakeDriver, make_hashing_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringserve.engine.sampling.grammar._MAX_LEXER_STATES", 200)
+    monkeypatch.setitem(GRAMMAR_LIMITS, "max_lexer_states", 200)
     driver = make_driver(EngineConfig(model=str(model_directory), max_num_seqs=4), make_hashing_runner())
     params = {"allowed_token_ids": tuple(ids_of("ab")), "temperature": 2.0, "max_tokens": 500, "seed": 1}
     driver.add(1, [3], grammar=regex("(.*a.{9}b)+"), **params)

@@ -15,7 +15,8 @@ from ringserve.server.chat.tool_grammar import answer_grammar
 from ringserve.server.chat.tools import FunctionDefinition, ToolUse
 from ringserve.server.errors import RequestError
 from ringserve.server.grammar import structured_output
-from ringserve.server.grammar.checker import GrammarChecker, _Bytes
+from ringserve.server.grammar.check import ByteTokenizer
+from ringserve.server.grammar.checker import GrammarChecker
 from ringserve.server.grammar.structured_output import Grammar
 from ringserve.server.text.tokenizer import Tokenizer
 
@@ -160,7 +161,7 @@ async def test_a_schema_that_the_library_refuses_is_named_and_no_grammar_is_show
 def test_a_form_comes_after_the_reasoning_that_the_prompt_has_begun(name: str) -> None:
     make, text = FORMS[name]
     grammar = answer_grammar(None, ChatParsing(reasoning=True), make(), {}.get)
-    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
+    tokenizer = LLTokenizer(TokenizerWrapper(ByteTokenizer()))
     for gap, is_admitted in (("", True), ("\n\n", False), ("\u205f", False)):
         matcher = LLMatcher(tokenizer, grammar, log_level=0)
         is_followed = matcher.consume_tokens(list(f"Let me see {{</think>{gap}{text}".encode()))

@@ -6,7 +6,8 @@ import pytest
 
 from ringserve.engine.sampling.grammar import GrammarCompiler
 from ringserve.server.errors import RequestError
-from ringserve.server.grammar.checker import _LIMITS, GrammarChecker
+from ringserve.server.grammar.check import LIMITS
+from ringserve.server.grammar.checker import GrammarChecker
 from ringserve.server.grammar.errors import explain
 from ringserve.server.text.tokenizer import Tokenizer
 from tests.server.text.byte_tokenizer import byte_tokenizer, fields
@@ -124,4 +125,4 @@ async def test_a_thousand_optional_properties_are_no_limit(checker: GrammarCheck
 
 def test_the_server_checks_with_the_engines_limits(tmp_path: Any) -> None:
     engines = GrammarCompiler(tmp_path / "tokenizer.json", 1)._limits
-    assert str(_LIMITS) == str(engines)
+    assert str(LIMITS) == str(engines)

@@ -13,7 +13,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from ringserve.server.errors import RequestError
-from ringserve.server.grammar.checker import GrammarChecker, _Bytes, begin
+from ringserve.server.grammar.check import ByteTokenizer, begin
+from ringserve.server.grammar.checker import GrammarChecker
 from ringserve.server.grammar.structured_output import (
     Grammar,
     choice,
@@ -183,14 +184,21 @@ async def test_a_library_users_grammar_is_checked_under_its_parameters_name(chec
 
 
 async def test_a_text_is_checked_once(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = []
-    monkeypatch.setattr("ringserve.server.grammar.checker.GrammarChecker._check", lambda _, text: checked.append(text))
-    for text in ("a", "b", "a"):
-        await checker.check(text)
-    assert checked == ["a", "b"]
-    for n in range(200):
-        await checker.check(f"c{n}")
-    assert len(checker._good) == 64
+    checked, ask = [], GrammarChecker._ask
+
+    async def counted(self: GrammarChecker, question: bytes) -> Any:
+        checked.append(json.loads(question)["grammar"])
+        return await ask(self, question)
+
+    monkeypatch.setattr(GrammarChecker, "_ask", counted)
+    for _ in range(2):
+        await checker.check('start: "a"')
+        with pytest.raises(RequestError, match="grammar: "):
+            await checker.check("start: (")
+    assert checked == ['start: "a"', "start: ("]
+    for n in range(140):
+        await checker.check(f'start: "{n}"')
+    assert len(checker._answers) == 128
 
 
 def _one_property(name: str) -> dict[str, Any]:
@@ -257,14 +265,14 @@ LINKED: dict[str, Any] = {  # a list as generators of schemas write it: a type o
 @pytest.mark.parametrize("keyword", REFUSED)
 def test_a_schema_keyword_that_cannot_be_followed_is_named(keyword: str) -> None:
     try:
-        error = begin(from_json_schema(REFUSED[keyword]), LLTokenizer(TokenizerWrapper(_Bytes())))
+        error = begin(from_json_schema(REFUSED[keyword]), LLTokenizer(TokenizerWrapper(ByteTokenizer())))
     except RequestError as exc:
         error = str(exc)
     assert keyword in error
 
 
 def test_all_other_schemas_are_taken() -> None:
-    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
+    tokenizer = LLTokenizer(TokenizerWrapper(ByteTokenizer()))
     assert [begin(from_json_schema(schema), tokenizer) for schema in all_schemas()] == [""] * 200
 
 
@@ -381,4 +389,4 @@ def test_what_a_pattern_admits_python_matches(seed: int, tokenizer: LLTokenizer)
     ],
 )
 def test_what_becomes_too_complex_after_its_first_token_is_refused(grammar: str) -> None:
-    assert begin(grammar, LLTokenizer(TokenizerWrapper(_Bytes())))
+    assert begin(grammar, LLTokenizer(TokenizerWrapper(ByteTokenizer())))
