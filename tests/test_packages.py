@@ -125,7 +125,8 @@ def test_an_installed_wheel_serves_beside_files_of_the_users_with_our_names(tmp_
     assert address is not None
     body = {"prompt": "a", "max_tokens": 4}
     assert httpx.post(f"{address[0]}/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
-    (engine,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    (engine,) = [pid for pid in children if b"ringserve.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     for pid in (server.pid, engine):
         assert str(site) in Path(f"/proc/{pid}/environ").read_text()
     server.terminate()

@@ -25,9 +25,9 @@ from ringserve.server.held_signals import held_signals
 from ringserve.server.text.tokenizer import Tokenizer
 
 _NUM_KEPT = 128  # answers, good ones and refusals; a request's fields have one, and its grammar
-_NUM_QUICK = 4  # checks at once that have begun just now; others wait
-_QUICK_S = 0.2  # from then on a check is a long one; ordinary ones take a few milliseconds
-_NUM_LONG = 8
+_NUM_QUICK = 8  # checks at once that have begun just now; others wait
+_QUICK_S = 0.03  # from then on a check is a long one; ordinary ones take a few milliseconds
+_NUM_LONG = 12
 _LONG_S = 5.0  # 1,000 optional properties take 0.1 s
 _LOW_PRIORITY = 10  # nice: a tenth of the time of those that are quick, where all cores are busy
 _MODULE = "ringserve.server.grammar.check_process"
