@@ -6,8 +6,8 @@ chat goes before an embeddings call of a thousand short texts. Where clients are
 the fewest tokens of prompts waiting goes first, and size decides within it: one key with a hundred clients does not
 shut the others out.
 
-So that nobody starves, a fourth of each step belongs to the oldest prompt. With that, whoever waits is computed, at
-worst, as if first come, first served ran at a fourth of the speed.
+So that nobody starves, a fourth of each step belongs to the oldest prompt; of steps of one token, each fourth. With
+that, whoever waits is computed, at worst, as if first come, first served ran at a fourth of the speed.
 
 Rejected: equal shares for all, under which sixteen long prompts are all done at the end of the time that they take
 together; ageing by time waited, whose factor nobody can set; a step in four for the oldest instead of a fourth of each,
