@@ -146,6 +146,19 @@ def test_the_oldest_is_let_in_by_a_step_that_has_no_part_for_it(make: MakeSchedu
     assert chunks(step(scheduler)) == [(2, 1)]
 
 
+@pytest.mark.parametrize("goes_first", [{"key_number": 1}, {"priority": -1}])
+def test_a_prompt_without_room_is_passed_by_other_keys_and_priorities_with_one_seat_left(
+    make: MakeScheduler, goes_first: dict[str, int]
+) -> None:
+    scheduler = make(num_blocks=20, max_num_seqs=2)
+    scheduler.add(request(1, 40))
+    step(scheduler)
+    scheduler.add(request(2, 60, **goes_first))
+    for handle in (3, 4):
+        scheduler.add(request(handle, 32, max_tokens=1, key_number=2))
+    assert chunks(step(scheduler)) == [(3, 32)]
+
+
 def test_what_the_prefix_cache_has_of_a_prompt_counts_as_done(make: MakeScheduler) -> None:
     scheduler = make(budget=FixedBudget(alone=30, beside_decodes=8))
     scheduler.add(request(1, list(range(28)), max_tokens=1))
