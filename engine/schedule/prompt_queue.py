@@ -6,8 +6,8 @@ chat goes before an embeddings call of a thousand short texts. Where clients are
 the fewest tokens of prompts waiting goes first, and size decides within it: one key with a hundred clients does not
 shut the others out.
 
-So that nobody starves, a fourth of each step belongs to the oldest prompt. With that, whoever waits is computed, at
-worst, as if first come, first served ran at a fourth of the speed.
+So that nobody starves, a fourth of each step belongs to the oldest prompt; of steps of one token, each fourth. With
+that, whoever waits is computed, at worst, as if first come, first served ran at a fourth of the speed.
 
 Rejected: equal shares for all, under which sixteen long prompts are all done at the end of the time that they take
 together; ageing by time waited, whose factor nobody can set; a step in four for the oldest instead of a fourth of each,
@@ -64,7 +64,10 @@ class PromptQueue:
         return self._by_age[0] if self._by_age else None
 
     def order(self, under_way: list[Request], count: int) -> list[Request]:
-        """Return prompts under way and `count` of those that wait in the order in which they get tokens."""
+        """Return prompts under way and `count` of those that wait in the order in which they get tokens.
+
+        If any, the first of each key and priority is there too, in case that those before it find no room.
+        """
         num_tokens = self._num_tokens.copy()
         for request in under_way:
             num_tokens[request.params.key_number] += request.num_tokens_left
@@ -72,8 +75,9 @@ class PromptQueue:
         def turn(line: tuple[int, int]) -> tuple[int, int]:
             return line[0], num_tokens[line[1]]
 
-        waiting = chain.from_iterable(self._by_size[line] for line in sorted(self._by_size, key=turn))
-        return sorted((*under_way, *islice(waiting, count)), key=lambda one: (turn(_line(one)), by_size(one)))
+        lines = [self._by_size[line] for line in sorted(self._by_size, key=turn)] if count else []
+        waiting = dict.fromkeys((*islice(chain.from_iterable(lines), count), *(line[0] for line in lines)))
+        return sorted((*under_way, *waiting), key=lambda one: (turn(_line(one)), by_size(one)))
 
     def add(self, request: Request) -> None:
         """Let a request wait that holds no blocks."""

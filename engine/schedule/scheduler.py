@@ -108,6 +108,7 @@ class Scheduler:
         self._pool = pool
         self._budget = budget
         self._num_arrivals = 0
+        self._num_parted_ahead = 0  # of the next steps' prompt tokens: the oldest prompt has had its part of them
         self._live: dict[int, Request] = {}  # by handle
         self._waiting = PromptQueue(lambda request: len(self._find_prefix(request).block_ids) * pool.block_size)
         self._held: set[Request] = set()  # may not run yet
@@ -341,17 +342,24 @@ class Scheduler:
         shares = Shares(self._budget.tokens(num_decodes=len(plan.decodes), num_prompts=num_prompts))
         oldest = min(filter(None, (*under_way[:1], self._waiting.oldest)), key=BY_AGE)
         every = shares.budget
-        its_part = -(-shares.room(oldest, every) // OLDEST_SHARE)
+        its_part = self._part_of_oldest(shares.room(oldest, every))
         turns = [(oldest, its_part), *((each, every) for each in self._in_order(under_way)), (oldest, every)]
         for request, limit in turns:
             if not request.block_ids and may_admit:
-                self._try_admit(request, shares.room(request, limit), under_way, oldest, now_ns)
+                share = shares.room(request, max(limit, 1))  # the oldest is let in even in a step without a part for it
+                self._try_admit(request, share, under_way, oldest, now_ns)
             if request.block_ids:
                 shares.give(request, limit)
             elif request is oldest:
                 may_admit = may_admit and oldest.num_passed_tokens < (OLDEST_SHARE - 1) * oldest.num_tokens
         for request, num_tokens in shares.num_tokens.items():
             self._add_chunk(plan, request, num_tokens)
+
+    def _part_of_oldest(self, num_tokens: int) -> int:
+        """Return the oldest prompt's part of so many tokens, rounded up; what that adds, the next steps' parts lack."""
+        part = max(-(-(num_tokens - self._num_parted_ahead) // OLDEST_SHARE), 0)
+        self._num_parted_ahead += OLDEST_SHARE * part - num_tokens
+        return part
 
     def _in_order(self, under_way: list[Request]) -> list[Request]:
         """Return the prompts that the step could take, first those that have little left."""

@@ -165,7 +165,8 @@ def _from_text(field: "dataclasses.Field[Any]", text: str, where: str) -> Any:
     """Return an environment variable's value; a list is separated by commas, or JSON."""
     kind = plain_type(field.type)
     if is_list(field):
-        parts = _json_list(text) or [part.strip() for part in text.split(",") if part.strip()]
+        is_json = text.lstrip().startswith("[")
+        parts = _json_list(text, where) if is_json else [part.strip() for part in text.split(",") if part.strip()]
         if not parts:  # no list at all: a server that its user believes to have keys would stand open
             raise StartupError(f"{where} is {shown(text)}, which holds nothing: leave it out, or empty")
         return tuple(parts)
@@ -179,12 +180,15 @@ def _from_text(field: "dataclasses.Field[Any]", text: str, where: str) -> Any:
         raise StartupError(f"{where} is {shown(text)}: must be {_A[kind]}") from exc
 
 
-def _json_list(text: str) -> list[str]:
+def _json_list(text: str, where: str) -> list[str]:
     try:
-        value = json.loads(text) if text.startswith("[") else None
-    except ValueError:
-        return []
-    return [str(part) for part in value] if isinstance(value, list) else []
+        parts = json.loads(text)
+    except (ValueError, RecursionError):
+        parts = None
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        # The pieces of a broken list would do as keys, which anybody could guess. The value may be a secret.
+        raise StartupError(f"{where} begins with [ and is no JSON list of texts: mend it, or put commas between texts")
+    return parts
 
 
 def _checked(field: "dataclasses.Field[Any]", value: Any, where: str) -> Any:

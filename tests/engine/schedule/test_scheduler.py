@@ -124,6 +124,41 @@ def test_a_short_prompt_goes_before_long_ones_under_way_and_the_oldest_keeps_a_f
     assert chunks(step(scheduler)) == [(1, 12)]
 
 
+@pytest.mark.parametrize("budget", [1, 2, 3, 5])
+def test_the_oldest_has_no_more_than_a_fourth_of_small_steps(make: MakeScheduler, budget: int) -> None:
+    scheduler = make(budget=FixedBudget(alone=budget, beside_decodes=budget))
+    scheduler.add(request(1, 100))
+    step(scheduler)
+    scheduler.add(request(2, 60, max_tokens=1))
+    taken: Counter[int] = Counter()
+    while scheduler.is_live(2):
+        taken.update(dict(chunks(step(scheduler))))
+    assert abs(taken[1] - taken[2] / 3) <= budget
+
+
+def test_the_oldest_is_let_in_by_a_step_that_has_no_part_for_it(make: MakeScheduler) -> None:
+    scheduler = make(budget=FixedBudget(alone=1))
+    scheduler.add(request(1, 1, max_tokens=1))
+    step(scheduler)  # whose one token was the oldest's part of the next three too
+    passed = request(2, 5)
+    passed.num_passed_tokens = 100  # so nobody may pass it any more
+    scheduler.add(passed)
+    assert chunks(step(scheduler)) == [(2, 1)]
+
+
+@pytest.mark.parametrize("goes_first", [{"key_number": 1}, {"priority": -1}])
+def test_a_prompt_without_room_is_passed_by_other_keys_and_priorities_with_one_seat_left(
+    make: MakeScheduler, goes_first: dict[str, int]
+) -> None:
+    scheduler = make(num_blocks=20, max_num_seqs=2)
+    scheduler.add(request(1, 40))
+    step(scheduler)
+    scheduler.add(request(2, 60, **goes_first))
+    for handle in (3, 4):
+        scheduler.add(request(handle, 32, max_tokens=1, key_number=2))
+    assert chunks(step(scheduler)) == [(3, 32)]
+
+
 def test_what_the_prefix_cache_has_of_a_prompt_counts_as_done(make: MakeScheduler) -> None:
     scheduler = make(budget=FixedBudget(alone=30, beside_decodes=8))
     scheduler.add(request(1, list(range(28)), max_tokens=1))

@@ -195,7 +195,7 @@ def test_a_value_of_the_file_that_the_environment_overrides_is_no_error(
     assert served == [ServeConfig(port=5)]
 
 
-@pytest.mark.parametrize("text", [",", " ", " , ,"])
+@pytest.mark.parametrize("text", [",", " ", " , ,", "[]", " [ ] "])
 def test_a_variable_that_holds_no_part_of_a_list_is_refused(text: str) -> None:
     with pytest.raises(StartupError, match=r"^RINGSERVE_API_KEY is .* holds nothing"):  # else no key were asked for
         config_file.of_environment({"RINGSERVE_API_KEY": text})
@@ -246,3 +246,16 @@ def test_an_empty_file_and_empty_yaml_keys_set_nothing(tmp_path: Path) -> None:
 def test_a_missing_file_is_an_error_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--config", "/no/such.toml"]) == 2
     assert "cannot read /no/such.toml" in capsys.readouterr().err
+
+
+def test_a_variable_may_hold_a_json_list() -> None:
+    environment = {"RINGSERVE_API_KEY": ' ["a", "b,c"]\n'}
+    assert config_file.of_environment(environment) == {"api_key": ("a", "b,c")}
+
+
+@pytest.mark.parametrize("text", ['["k",]', '["k"', '["k", null]', '["k", 1]', '[["k"]]', "[k]", "[" * 100_000])
+def test_a_variable_that_holds_a_broken_json_list_is_refused_and_not_shown(text: str) -> None:
+    with pytest.raises(StartupError) as caught:  # else the server were open to a key like ] or None
+        config_file.of_environment({"RINGSERVE_API_KEY": text})
+    assert str(caught.value).startswith("RINGSERVE_API_KEY begins with [ and is no JSON list of texts")
+    assert "k" not in str(caught.value).partition(":")[0]
