@@ -5,7 +5,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
 ARGS ?=
-WORKERS ?= 4
+WORKERS ?= 3
 
 BIN := $(VENV)/bin
 # A file's tests share servers, so a worker runs whole files, the long ones of tests/e2e first.

@@ -257,5 +257,5 @@ def test_a_variable_may_hold_a_json_list() -> None:
 def test_a_variable_that_holds_a_broken_json_list_is_refused_and_not_shown(text: str) -> None:
     with pytest.raises(StartupError) as caught:  # else the server were open to a key like ] or None
         config_file.of_environment({"RINGSERVE_API_KEY": text})
-    assert str(caught.value).startswith("RINGSERVE_API_KEY begins with [ and is no JSON list of texts")
+    assert str(caught.value).startswith("RINGSERVE_API_KEY begins with [ and is not a JSON list of strings")
     assert "k" not in str(caught.value).partition(":")[0]
