@@ -187,7 +187,9 @@ def _json_list(text: str, where: str) -> list[str]:
         parts = None
     if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
         # The pieces of a broken list would do as keys, which anybody could guess. The value may be a secret.
-        raise StartupError(f"{where} begins with [ and is not a JSON list of strings: correct it, or separate the values by commas")
+        raise StartupError(
+            f"{where} begins with [ and is not a JSON list of strings: correct it, or separate the values by commas"
+        )
     return parts
 
 

@@ -133,7 +133,7 @@ def draw_request(rng: random.Random, handle: int, beginnings: list[list[int]]) -
         "forks": tuple(Fork(handle + n, handle + n) for n in range(1, rng.choice([1, 1, 2, 4]))),
         "priority": rng.choice([0, 0, 0, 1]),
     }
-    if rng.random() < 0.08:
+    if rng.random() < 0.04:
         params |= rng.choice([{"num_logprobs": 2}, {"min_tokens": 1}, {"frequency_penalty": 0.5}])
     return prompt, params
 
