@@ -3,8 +3,9 @@
 Continuous batching: requests join and leave at every step. A step takes one token of each request that decodes, then as
 many prompt tokens as the chunk budget allows, of prompts under way and of requests that wait, in the order of
 prompt_queue.py. A request holds the blocks of its whole prompt from its first chunk on, and takes one more block
-whenever its output needs one. When there is none, the newest running request gives up its blocks and waits again; what
-it had computed is found in the prefix cache, if it is still there, or computed again.
+whenever its output needs one. When there is none, the running request of the worst priority, the newest of those, gives
+up its blocks and waits again; what it had computed is found in the prefix cache, if it is still there, or computed
+again.
 """
 
 from bisect import insort
@@ -296,9 +297,9 @@ class Scheduler:
                 return True
             if pool.num_free:
                 break
-            newest = self._running[-1]
-            self._preempt(newest)
-            if newest is request:
+            last = self._running[-1]
+            self._preempt(last)
+            if last is request:
                 return False
         (block_id,) = pool.allocate(1)
         if needs_more:
