@@ -41,7 +41,8 @@ class GrammarChecker:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._process = _CheckProcess(tokenizer)
         self._answers: OrderedDict[bytes, Answer] = OrderedDict()  # the newest last, by their questions' digests
-        self._quick = asyncio.Semaphore(_NUM_QUICK)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._quick = asyncio.Semaphore(_NUM_QUICK)  # of that loop
         self._num_long = 0
 
     def start(self) -> None:
@@ -102,7 +103,7 @@ class GrammarChecker:
     async def _ask(self, question: bytes) -> Answer | None:
         """Return a check's answer; None if it has died."""
         async with contextlib.AsyncExitStack() as ends:
-            async with self._quick:
+            async with self._places():
                 try:
                     check = await ends.enter_async_context(self._process.check(question))
                 except EOFError:
@@ -118,6 +119,12 @@ class GrammarChecker:
                 finally:
                     self._num_long -= 1
             return check.answer() if is_done else Answer(error=_TOO_LONG)
+
+    def _places(self) -> asyncio.Semaphore:
+        """Return the running loop's: the library may be used in one asyncio.run after the other."""
+        if self._loop is not (loop := asyncio.get_running_loop()):
+            self._loop, self._quick = loop, asyncio.Semaphore(_NUM_QUICK)
+        return self._quick
 
 
 def _refusal(question: Question, reason: str) -> Answer:

@@ -161,6 +161,16 @@ async def test_an_ordinary_grammar_beside_hostile_ones_is_checked(name: str, che
     await until(lambda: checks(checker) == [])
 
 
+def test_a_checker_serves_one_loop_after_the_other_with_more_checks_than_places() -> None:
+    checker = GrammarChecker(Tokenizer(byte_tokenizer(), {}))
+
+    async def check_many(first: int) -> None:
+        await asyncio.gather(*(checker.check(regex(f"[a-c]+{n}")) for n in range(first, first + 30)))
+
+    asyncio.run(check_many(0))
+    asyncio.run(check_many(100))
+
+
 def test_the_process_holds_no_torch_and_none_of_the_servers_packages() -> None:
     names = ("torch", "transformers", "asyncio", "uvicorn", "tokenizers", "numpy")
     code = f"import sys, ringserve.server.grammar.check_process as _; print([n for n in {names} if n in sys.modules])"
